@@ -1,0 +1,1 @@
+"""Vocabulary and law: records, keys, tasks, algorithms and the only training loop."""

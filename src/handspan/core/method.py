@@ -1,0 +1,96 @@
+"""What a method module offers to the registry: a name, a config, a builder and its statement."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from handspan.core.algorithm import Algorithm
+from handspan.core.errors import HandspanError
+from handspan.core.task import Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodConfig:
+    """Base of all configurations: frozen, keyword-only, every field documented."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What a builder knows of the run: the problem, never the rows.
+
+    Attributes
+    ----------
+    task
+        The prediction problem; matrix methods have none.
+    work
+        Local work (``numerics.local_work.LocalWork``).
+    num_clients, cohort
+        Registered clients, and the expected number in a round.
+    rounds
+        Rounds planned.
+    num_groups
+        Planted groups of the partition, 0 where there are none; for oracles only.
+    row_shape
+        Shape of one row.
+    dtype, device
+        Where and in which precision to compute.
+    """
+
+    task: Task | None
+    work: Any
+    num_clients: int
+    cohort: int
+    rounds: int
+    num_groups: int = 0
+    row_shape: tuple[int, ...] = ()
+    dtype: torch.dtype = torch.float32
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    @property
+    def scalar(self) -> torch.Tensor:
+        """A zero of the right type on the right device, for numbers of the broadcast."""
+        return torch.zeros((), dtype=self.dtype, device=self.device)
+
+    @property
+    def model(self) -> Task:
+        """The prediction problem, for methods that cannot do without."""
+        if self.task is None:
+            raise HandspanError("this method trains a model on labels, and there are none")
+        return self.task
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """A registered method: how to build it, and its statement of what leaves a client.
+
+    Attributes
+    ----------
+    name, title, paper
+        Registry name, name for tables, reference.
+    config
+        Configuration class.
+    build
+        (Setting, config) -> Algorithm.
+    uploads, private, inferable
+        In words: what leaves the client, what stays, what one upload reveals when seen alone.
+    problem
+        ``labels`` (a network on labelled rows) or ``matrix``.
+    needs_side, needs_groups
+        Whether it reads side information, or the partition's planted groups.
+    """
+
+    name: str
+    title: str
+    paper: str
+    config: type[MethodConfig]
+    build: Callable[[Setting, Any], Algorithm]
+    uploads: str
+    private: str
+    inferable: str
+    problem: str = "labels"
+    needs_side: bool = False
+    needs_groups: bool = False

@@ -1,0 +1,1 @@
+"""The evaluation protocol: which model, when, on whom, averaged how, at what cost."""

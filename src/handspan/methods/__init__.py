@@ -1,0 +1,1 @@
+"""One module per method, found through the entry-point group ``handspan.methods``."""

@@ -1,0 +1,113 @@
+"""PerFedSI: a fully shared model f(x, z) that reads the client's side information z.
+
+Objective (Eq. 2)
+    min over theta of  sum_m (n_m / N) L_m(f_theta(., z_m))
+
+Map
+    Model 1    the task: H([G(x), W(z)]), the model is wrapped when the run is set up
+    Alg. 1     step      local SGD on all parameters
+    Alg. 1     combine   uniform mean over the cohort, 1/|B_t|
+
+Deviations
+    Starts neutral, as Remark 2.2 allows: the head's columns for W(z) are zero, so that the first
+    model is the base model. New clients are served without training (ours): z is all they need.
+
+References
+----------
+    [1] PerFedSI: A Framework for Personalized Federated Learning with Side Information.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from handspan.core.algorithm import WEIGHTS, Algorithm, Model, Phase, Reduced, Stage
+from handspan.core.data import Population, Round
+from handspan.core.errors import HandspanError
+from handspan.core.method import Method, MethodConfig, Setting
+from handspan.numerics.averaging import (
+    ModelBroadcast,
+    ModelState,
+    averaged,
+    begin_training,
+    end_training,
+    no_client,
+    sgd_step,
+)
+from handspan.numerics.local_work import LocalWork
+
+
+@dataclass(frozen=True, kw_only=True)
+class PerFedSIConfig(MethodConfig):
+    """Settings of PerFedSI."""
+
+    weights: str = "uniform"
+    """Weights of the server's mean: ``uniform`` (1/|B_t|, the paper's) or ``examples``."""
+    side_width: int = 16
+    """Width of the side encoder W(z)."""
+
+    def __post_init__(self) -> None:
+        """Refuse unknown choices."""
+        if self.weights not in WEIGHTS:
+            raise HandspanError(f"weights must be uniform or examples, not {self.weights!r}")
+        if self.side_width < 1:
+            raise HandspanError(f"side_width must be at least 1, not {self.side_width}")
+
+
+def build(setting: Setting, config: PerFedSIConfig) -> Algorithm:
+    """Compose the algorithm; the task reads side information."""
+    task = setting.model
+    work: LocalWork = setting.work
+    if not task.needs_side:
+        raise HandspanError("perfedsi needs a model that reads side information")
+
+    def init_server(key: Tensor, population: Population) -> ModelState:
+        params, buffers = task.init(key)
+        return ModelState(params=params, buffers=buffers)
+
+    def broadcast(server: ModelState, round: Round) -> ModelBroadcast:
+        return ModelBroadcast(
+            params=server.params,
+            buffers=server.buffers,
+            learning_rate=work.rate(round, setting.rounds, setting.scalar),
+        )
+
+    def combine(server: ModelState, reduction: Reduced, round: Round) -> ModelState:
+        return averaged(server, reduction, round)
+
+    return Algorithm(
+        name="perfedsi",
+        init_server=init_server,
+        init_client=no_client,
+        rounds=(
+            Phase(
+                name="train",
+                broadcast=broadcast,
+                begin=begin_training(work.sgd),
+                stages=(Stage(step=sgd_step(task, work.sgd), **work.whole()),),
+                end=end_training,
+                combine=combine,
+                weight=WEIGHTS[config.weights],
+                infers="the direction of z, from the encoder's gradient a z^T (Eq. 12)",
+            ),
+        ),
+        model=lambda b, client: Model(params=b.params, buffers=b.buffers),
+        deploy=broadcast,
+        deploy_unbatched=frozenset({"params", "buffers"}),
+        shared_model=lambda server: Model(params=server.params, buffers=server.buffers),
+    )
+
+
+METHOD = Method(
+    name="perfedsi",
+    title="PerFedSI",
+    paper="PerFedSI: Personalized Federated Learning with Side Information",
+    config=PerFedSIConfig,
+    build=build,
+    uploads="the whole model",
+    private="the side information z",
+    inferable="the direction of z, from one upload; rows, by gradient inversion",
+    needs_side=True,
+)

@@ -1,0 +1,1 @@
+"""Models: tasks from any torch module, the papers' networks, side information."""

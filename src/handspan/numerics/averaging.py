@@ -1,0 +1,101 @@
+"""FedAvg's phase and what else trains a whole model: the plainest building blocks.
+
+Shared by FedAvg, its relatives with other server steps, PerFedSI and the oracle of true groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from handspan.core.algorithm import Reduced
+from handspan.core.data import Batch
+from handspan.core.records import Empty, Params, Record
+from handspan.core.task import Task, value_and_grad
+from handspan.numerics.optim import Sgd
+
+
+class ModelState(Record):
+    """A whole model."""
+
+    params: Params
+    buffers: Params
+
+
+class ModelBroadcast(Record):
+    """A whole model and the learning rate of the round."""
+
+    params: Params
+    buffers: Params
+    learning_rate: Tensor
+
+
+class Training(Record):
+    """A model in local training."""
+
+    params: Params
+    buffers: Params
+    velocity: Params
+
+
+def sgd_step(task: Task, sgd: Sgd) -> Callable[[Any, Training, Batch], Training]:
+    """One step of SGD on all parameters of a model; B has ``learning_rate``."""
+
+    def step(broadcast: Any, working: Training, batch: Batch) -> Training:
+        _, buffers, gradient = value_and_grad(
+            lambda params: task.loss(params, working.buffers, batch), working.params
+        )
+        params, velocity = sgd.step(
+            working.params, gradient, working.velocity, broadcast.learning_rate
+        )
+        return Training(params=params, buffers=buffers, velocity=velocity)
+
+    return step
+
+
+def begin_training(sgd: Sgd) -> Callable[[Any, Any, Any], Training]:
+    """Start from the broadcast model."""
+
+    def begin(broadcast: Any, client: Any, data: Any) -> Training:
+        return Training(
+            params=broadcast.params,
+            buffers=broadcast.buffers,
+            velocity=sgd.start(broadcast.params),
+        )
+
+    return begin
+
+
+def end_training(broadcast: Any, working: Training, data: Any) -> tuple[Any, ModelState]:
+    """Upload the whole model, keep nothing."""
+    return Empty(), ModelState(params=working.params, buffers=working.buffers)
+
+
+def averaged(server: Any, reduction: Reduced, round: Any) -> ModelState:
+    """Weighted mean of the uploaded models."""
+    mean = reduction.mean(like=ModelState(params=server.params, buffers=server.buffers))
+    return ModelState(params=mean.params, buffers=mean.buffers)
+
+
+def no_client(key: Tensor, data: Any) -> Empty:
+    """Private records of methods that keep nothing."""
+    return Empty()
+
+
+def copies(params: Params, count: int) -> Params:
+    """Give the same parameters to each of ``count`` clients."""
+    return {k: p.unsqueeze(0).expand(count, *p.shape).clone() for k, p in params.items()}
+
+
+def parts(params: Params, names: tuple[str, ...] | frozenset[str]) -> tuple[Params, Params]:
+    """Split parameters into the named ones and the rest."""
+    chosen = {k: p for k, p in params.items() if k in names}
+    return chosen, {k: p for k, p in params.items() if k not in names}
+
+
+def as_float(value: float, like: Params) -> Tensor:
+    """Return a number as a scalar in the type of the parameters."""
+    return torch.tensor(value).to(next(iter(like.values())))

@@ -1,0 +1,120 @@
+"""+FT: after the last aggregation every client tunes the model it is given, on its own rows.
+
+It composes with every method: the tuned model is what is scored and served, nothing is uploaded
+and no state changes (baselines sheet, "local fine-tuning of any method").
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from fnmatch import fnmatch
+from typing import Any
+
+from torch import Tensor
+
+from handspan.core.algorithm import Algorithm, Model, Phase, Stage
+from handspan.core.data import Batch, ClientData, Round
+from handspan.core.errors import HandspanError
+from handspan.core.method import Setting
+from handspan.core.records import Empty, Params, Record
+from handspan.core.task import value_and_grad
+from handspan.numerics.averaging import parts
+from handspan.numerics.local_work import LocalWork
+
+
+class TuningBroadcast(Record):
+    """What the method serves with, and the step size of the tuning."""
+
+    serving: Any
+    learning_rate: Tensor
+
+
+class Tuning(Record):
+    """A model in fine-tuning: the part that moves, and the rest."""
+
+    moving: Params
+    fixed: Params
+    buffers: Params
+    velocity: Params
+
+
+def with_fine_tuning(
+    algorithm: Algorithm,
+    setting: Setting,
+    *,
+    steps: int = 20,
+    learning_rate: float | None = None,
+    names: str = "all",
+) -> Algorithm:
+    """Return the method with fine-tuned personal models.
+
+    Parameters
+    ----------
+    steps
+        SGD steps on the client's training rows, with the run's batch size and momentum.
+    learning_rate
+        Step size; the run's by default.
+    names
+        What is tuned: ``all``, ``head``, or a pattern of parameter names.
+    """
+    if algorithm.model is None or algorithm.predict is not None:
+        raise HandspanError(f"{algorithm.name} serves no single model that +ft could tune")
+    task = setting.model
+    work: LocalWork = setting.work
+    sgd = work.sgd
+    served = algorithm.model
+    chosen = _chosen(task.names, task.head, names)
+    deploy, unbatched, per_client = algorithm.serving
+    if per_client:
+        raise HandspanError(f"+ft does not compose with {algorithm.name}")
+
+    def broadcast(server: Any, round: Round) -> TuningBroadcast:
+        rate = work.rate(round, setting.rounds, setting.scalar, learning_rate)
+        return TuningBroadcast(serving=deploy(server, round), learning_rate=rate)
+
+    def begin(b: TuningBroadcast, client: Any, data: ClientData) -> Tuning:
+        model = served(b.serving, client)
+        moving, fixed = parts(model.params, chosen)
+        return Tuning(moving=moving, fixed=fixed, buffers=model.buffers, velocity=sgd.start(moving))
+
+    def step(b: TuningBroadcast, k: Tuning, batch: Batch) -> Tuning:
+        _, buffers, gradient = value_and_grad(
+            lambda moving: task.loss({**k.fixed, **moving}, k.buffers, batch), k.moving
+        )
+        moving, velocity = sgd.step(k.moving, gradient, k.velocity, b.learning_rate)
+        return Tuning(moving=moving, fixed=k.fixed, buffers=buffers, velocity=velocity)
+
+    def end(b: TuningBroadcast, k: Tuning, data: ClientData) -> tuple[Model, None]:
+        return Model(params={**k.moving, **k.fixed}, buffers=k.buffers), None
+
+    stage = Stage(step=step, steps=steps, batch_size=work.batch_size)
+    tuning = Phase(
+        name="fine_tune",
+        broadcast=broadcast,
+        begin=begin,
+        stages=(stage,),
+        end=end,
+        unbatched=frozenset({"serving"}) if unbatched else frozenset(),
+    )
+    model: Callable[[Any, Model], Model] = lambda b, client: client
+    return dataclasses.replace(
+        algorithm,
+        name=f"{algorithm.name}+ft",
+        personal=(*algorithm.personal, tuning),
+        model=model,
+        deploy=lambda server, round: Empty(),
+        deploy_unbatched=frozenset(),
+        deploy_per_client=frozenset(),
+    )
+
+
+def _chosen(names: tuple[str, ...], head: tuple[str, ...], which: str) -> tuple[str, ...]:
+    if which == "all":
+        return names
+    if which == "head":
+        return tuple(head)
+    found = tuple(name for name in names if fnmatch(name, which))
+    if not found:
+        raise HandspanError(f"+ft: {which!r} matches no parameter; there are {', '.join(names)}")
+    return found

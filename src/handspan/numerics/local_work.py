@@ -1,0 +1,106 @@
+"""How much a client computes in a round, in one vocabulary for all methods."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from handspan.core.data import Round
+from handspan.core.errors import HandspanError
+from handspan.numerics.optim import Sgd
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalWork:
+    """How a client works in one round, common to all methods that train networks.
+
+    Attributes
+    ----------
+    steps, epochs
+        Gradient steps of a client and round, or passes over its rows; when neither is given the
+        method's own default holds (15 steps where it has none).
+    batch_size
+        Rows of a batch; None takes all rows.
+    learning_rate
+        Step size of the first round.
+    schedule, decay
+        How it changes over the rounds: constant, exponential (times decay a round), cosine.
+    sgd
+        Momentum and weight decay.
+    adapt_steps
+        Steps with which a new client fits its private part.
+    """
+
+    steps: int | None = None
+    epochs: int | None = None
+    batch_size: int | None = 32
+    learning_rate: float = 0.1
+    schedule: str = "constant"
+    decay: float = 0.99
+    sgd: Sgd = field(default_factory=Sgd)
+    adapt_steps: int = 50
+
+    def __post_init__(self) -> None:
+        """Refuse what contradicts itself."""
+        if self.steps is not None and self.epochs is not None:
+            raise HandspanError("give either steps or epochs, not both")
+        for name in ("steps", "epochs", "batch_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise HandspanError(f"{name} must be at least 1, not {value}")
+        if not self.learning_rate >= 0:
+            raise HandspanError(f"learning_rate must not be negative, not {self.learning_rate}")
+        if self.schedule not in ("constant", "exponential", "cosine"):
+            raise HandspanError(
+                f"unknown schedule {self.schedule!r}: choose constant, exponential or cosine"
+            )
+
+    def whole(self) -> dict[str, Any]:
+        """Return the options of a stage that does all the work."""
+        steps = 15 if self.steps is None and self.epochs is None else self.steps
+        return {"steps": steps, "epochs": self.epochs, "batch_size": self.batch_size}
+
+    def split(
+        self,
+        personal_steps: int | None = None,
+        shared_steps: int | None = None,
+        default: tuple[int, int] = (10, 5),
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the options of the personal and the shared stage: N steps go 2:1.
+
+        With epochs each block gets all of them. What a method is told explicitly comes first.
+        """
+        epochs = None
+        if self.epochs is not None:
+            epochs, pair = self.epochs, (None, None)
+        elif self.steps is not None:
+            personal = max(1, round(2 * self.steps / 3))
+            pair = (personal, max(1, self.steps - personal))
+        else:
+            pair = default
+
+        def block(told: int | None, steps: int | None) -> dict[str, Any]:
+            chosen = steps if told is None else told
+            return {
+                "steps": chosen,
+                "epochs": epochs if chosen is None else None,
+                "batch_size": self.batch_size,
+            }
+
+        return block(personal_steps, pair[0]), block(shared_steps, pair[1])
+
+    def rate(
+        self, round: Round, rounds: int, like: Tensor, learning_rate: float | None = None
+    ) -> Tensor:
+        """Learning rate of a round, in the type and on the device of ``like``."""
+        base = self.learning_rate if learning_rate is None else learning_rate
+        index = round.index.to(torch.float64)
+        factor = torch.ones((), dtype=torch.float64)
+        if self.schedule == "exponential":
+            factor = self.decay**index
+        elif self.schedule == "cosine":
+            factor = 0.5 * (1 + torch.cos(torch.pi * index / max(1, rounds)))
+        return (base * factor).to(like)

@@ -1,0 +1,1 @@
+"""Running many clients on one machine: the same numbers on every engine."""

@@ -1,0 +1,367 @@
+"""A federation whose clients are simulated on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from handspan.core import keys
+from handspan.core.algorithm import Algorithm, Cohort, Phase, Reduced
+from handspan.core.data import ClientData, FederatedData, Population, Round
+from handspan.core.errors import HandspanError
+from handspan.core.federation import Costs, Exchanged, make_round
+from handspan.core.records import Empty, concatenate, map_tensors, num_bytes, take
+from handspan.simulation.loop import LoopExecutor, WireExecutor
+from handspan.simulation.plans import Block, blocks, count_rows
+from handspan.simulation.reduction import Reduction
+from handspan.simulation.stacked import StackedExecutor, select_axis
+from handspan.simulation.store import ClientStore
+
+EXECUTORS: dict[str, Callable[..., Executor]] = {
+    "loop": LoopExecutor,
+    "stacked": StackedExecutor,
+    "wire": WireExecutor,
+}
+# Clients whose served models are alive at once during evaluation.
+_SERVED_TOGETHER = 64
+
+
+class Executor(Protocol):
+    """Runs blocks of clients."""
+
+    name: str
+    block_size: int
+
+    def run(
+        self, phase: Phase, broadcast: Any, clients: Any, about: ClientData, block: Block
+    ) -> tuple[Any, Any]:
+        """New private records and uploads of a block, with a leading client axis."""
+        ...
+
+    def predict(
+        self,
+        function: Callable[[Any, Any, Any, Any], Tensor],
+        broadcast: Any,
+        clients: Any,
+        about: ClientData,
+        ids: Tensor,
+        rows: Any,
+        unbatched: frozenset[str],
+        per_client: frozenset[str] = frozenset(),
+    ) -> Tensor:
+        """Outputs for a split's rows of each client, joined in the clients' order."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Postprocessor:
+    """A change of what is sent or received that methods know nothing of (clip, noise, compress).
+
+    Attributes
+    ----------
+    upload
+        (U block, ids, Round) -> U block, before the reduction.
+    reduction
+        (R, Round) -> R, after it.
+    """
+
+    upload: Callable[[Any, Tensor, Round], Any] = lambda upload, ids, round: upload
+    reduction: Callable[[Any, Round], Any] = lambda reduction, round: reduction
+
+
+class Simulation:
+    """All clients of a data set in this process; implements ``Federation``.
+
+    Parameters
+    ----------
+    algorithm, data, seed
+        What to run, on whom, with which randomness.
+    engine, block_size
+        How: ``loop``, ``stacked`` or ``wire``, and the clients per block.
+    store
+        Where private records live; in memory by default.
+    postprocessors
+        Changes of uploads and reductions, in order.
+    lost
+        (Round, ids) -> True for clients whose upload does not arrive; for tests and studies.
+    least
+        A round in which less than this share of the uploads arrives is abandoned.
+    """
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        data: FederatedData,
+        *,
+        seed: int = 0,
+        engine: str = "loop",
+        block_size: int = 32,
+        store: ClientStore | None = None,
+        postprocessors: Sequence[Postprocessor] = (),
+        lost: Callable[[Round, Tensor], Tensor] | None = None,
+        least: float = 0.5,
+    ) -> None:
+        self.algorithm = algorithm
+        self.data = data
+        self.seed = seed
+        self.population = Population(
+            num_clients=torch.tensor(data.num_clients),
+            num_examples=data.num_train,
+            groups=data.groups,
+        )
+        self.executor = EXECUTORS[engine](data, algorithm.per_row, block_size)
+        self.store = store or ClientStore(self.initial, data.num_train, algorithm.per_row)
+        self._post = tuple(postprocessors)
+        self._lost = lost
+        self._least = least
+
+    # -- clients -----------------------------------------------------------------------------
+
+    def about(self, ids: Tensor) -> ClientData:
+        """Return what the clients' functions know of them."""
+        side = self.data.side
+        return ClientData(
+            num=self.data.num_train[ids],
+            key=keys.fold(keys.key(self.seed, "client"), ids),
+            side=None if side is None else side[ids.to(side.device)],
+            group=None if self.data.groups is None else self.data.groups[ids],
+        )
+
+    def initial(self, ids: Tensor) -> Any:
+        """Private records of clients that have never taken part."""
+        return self.algorithm.init_client(keys.key(self.seed, "init"), self.about(ids))
+
+    # -- training ----------------------------------------------------------------------------
+
+    def exchange(self, phase: Phase, broadcast: Any, round: Round) -> Exchanged:
+        """Carry a broadcast to the clients, run their part, reduce what comes back."""
+        everyone = phase.computes == "all" or phase.uploads == "all"
+        ids = torch.arange(self.data.num_clients) if everyone else round.ids
+        costs = self._costs(phase, broadcast, ids)
+        expected = len(ids) if phase.uploads == "all" else len(round.ids)
+        if self._lost is not None:  # what did not arrive is not committed at home either
+            place = ~self._lost(round, ids)
+            broadcast, ids = select_axis(broadcast, phase.per_client, place), ids[place]
+        weights = self._weights(phase, ids, round)
+        arrived = int((weights > 0).sum())
+        if arrived < max(1, self._least * expected):
+            return Exchanged(
+                reduction=None, costs=costs, abandoned=f"only {arrived} uploads arrived"
+            )
+        if phase.cohort_update is not None and self.executor.name == "stacked":
+            reduction, size = self._flat(phase, broadcast, ids, weights)
+        else:
+            reduction, size = self._blocks(phase, broadcast, ids, weights, round)
+        for post in self._post:
+            reduction = post.reduction(reduction, round)
+        costs.bytes_up = size * arrived
+        return Exchanged(reduction=reduction, costs=costs)
+
+    def commit(self) -> None:
+        """Make the staged private records the stored ones."""
+        self.store.commit()
+
+    def discard(self) -> None:
+        """Forget the staged private records."""
+        self.store.discard()
+
+    def _weights(self, phase: Phase, ids: Tensor, round: Round) -> Tensor:
+        """Weight of each computing client's upload; 0 where none is sent or none arrives."""
+        weights = phase.weight(self.data.num_train[ids]).to(torch.float64)
+        if phase.uploads == "cohort":
+            place = torch.searchsorted(round.ids, ids).clamp(max=len(round.ids) - 1)
+            is_member = round.ids[place] == ids
+            weights = torch.where(is_member, weights * round.multiplicity[place], 0.0)
+        return weights
+
+    def _blocks(
+        self, phase: Phase, broadcast: Any, ids: Tensor, weights: Tensor, round: Round
+    ) -> tuple[Any, int]:
+        reduction = Reduction(phase, ids, weights)
+        size = 0
+        for block, states, uploads in self._run(phase, broadcast, ids, int(round.index)):
+            self.store.stage(block.ids, states)
+            for post in self._post:
+                uploads = post.upload(uploads, block.ids, round)
+            one = take(uploads, 0)
+            size = num_bytes(one if phase.wire is None else phase.wire(one))
+            reduction.add(block.ids, uploads)
+        return reduction.result(), size
+
+    def _run(
+        self, phase: Phase, broadcast: Any, ids: Tensor, index: int, clients: Any = None
+    ) -> Iterator[tuple[Block, Any, Any]]:
+        """Run a phase for the given clients, block by block, in canonical order."""
+        k = keys.key(self.seed, "plan", index)
+        for block in blocks(phase, ids, self.data, k, self.executor.block_size):
+            place = torch.searchsorted(ids, block.ids)
+            mine = self.store.read(block.ids) if clients is None else take(clients, place)
+            received = select_axis(broadcast, phase.per_client, place)
+            states, uploads = self.executor.run(phase, received, mine, self.about(block.ids), block)
+            yield block, states, uploads
+
+    def _flat(self, phase: Phase, broadcast: Any, ids: Tensor, weights: Tensor) -> tuple[Any, int]:
+        """Run the hand-written twin of a phase on the cohort's flat rows."""
+        assert phase.cohort_update is not None
+        rows, num = self._flat_rows(ids)
+        cohort = Cohort(
+            x=rows,
+            segment=torch.repeat_interleave(torch.arange(len(ids)), num).to(_device(self.data)),
+            num=num,
+            weights=weights,
+        )
+        states = self.store.read_flat(ids)
+        states, total = phase.cohort_update(broadcast, states, cohort)
+        self.store.stage_flat(ids, states)
+        sent = weights > 0
+        reduction = Reduced(
+            total=map_tensors(lambda tensor: tensor.to(torch.float64), total),
+            weight=weights[sent].sum(),
+            count=sent.sum().to(torch.float64),
+        )
+        return reduction, num_bytes(total)
+
+    def _flat_rows(self, ids: Tensor) -> tuple[Any, Tensor]:
+        num = self.data.num_train[ids]
+        if len(ids) == self.data.num_clients and int(num.sum()) == self.data.num_rows:
+            return self.data.x, num  # everybody, all rows: no copy
+        start = torch.repeat_interleave(self.data.offsets[ids] - (num.cumsum(0) - num), num)
+        index = (start + torch.arange(int(num.sum()))).to(_device(self.data))
+        x = self.data.x
+        return (x[index] if isinstance(x, Tensor) else x.select(index)), num
+
+    def _costs(self, phase: Phase, broadcast: Any, ids: Tensor) -> Costs:
+        costs = Costs()
+        for stage in phase.stages:
+            rows = count_rows(stage, self.data.span(stage.rows)[1][ids])
+            if stage.forward_only:
+                costs.forward_rows += rows
+            else:
+                costs.rows += rows
+        each = num_bytes(broadcast)
+        for name in phase.per_client:
+            size = num_bytes(getattr(broadcast, name))
+            each -= size - size // max(1, len(ids))
+        costs.bytes_down = each * len(ids)
+        return costs
+
+    # -- serving -----------------------------------------------------------------------------
+
+    def serve(
+        self, server: Any, ids: Tensor, index: int, clients: Any = None
+    ) -> Iterator[tuple[Tensor, Any, Any]]:
+        """Blocks (ids, B, D) of clients ready to be scored: their personal phases have run."""
+        deploy, _, per_client = self.algorithm.serving
+        for start in range(0, len(ids), _SERVED_TOGETHER):
+            part = ids[start : start + _SERVED_TOGETHER]
+            round = make_round(index, part, self.population)
+            mine = (
+                self.store.read(part)
+                if clients is None
+                else take(clients, slice(start, start + _SERVED_TOGETHER))
+            )
+            for phase in self.algorithm.personal:
+                mine = self.run_private(phase, phase.broadcast(server, round), part, index, mine)
+            yield part, deploy(server, round), mine
+
+    def run_private(
+        self, phase: Phase, broadcast: Any, ids: Tensor, index: int, clients: Any
+    ) -> Any:
+        """Run a phase that uploads nothing; returns the new records in the order of ids."""
+        done = [
+            (block.ids, states)
+            for block, states, _ in self._run(phase, broadcast, ids, index, clients)
+        ]
+        order = torch.cat([part for part, _ in done]).argsort()
+        return take(concatenate([states for _, states in done]), order)
+
+    def personal_costs(self, ids: Tensor) -> Costs:
+        """Return what the personal phases cost the given clients, once."""
+        costs = Costs()
+        for phase in self.algorithm.personal:
+            for stage in phase.stages:
+                rows = count_rows(stage, self.data.span(stage.rows)[1][ids])
+                costs += Costs(forward_rows=rows) if stage.forward_only else Costs(rows=rows)
+        return costs
+
+    def adapt(self, server: Any, ids: Tensor, index: int) -> Costs:
+        """Fit private records of new clients with the shared state frozen, and store them."""
+        phase = self.algorithm.adapt
+        if phase is None:
+            return Costs()
+        round = make_round(index, ids, self.population)
+        broadcast = phase.broadcast(server, round)
+        costs = self._costs(phase, broadcast, ids)
+        for block, states, _ in self._run(phase, broadcast, ids, index):
+            self.store.stage(block.ids, states)
+        self.store.commit()
+        return costs
+
+    def predictions(
+        self, server: Any, ids: Tensor, index: int, task: Any, rows: str = "test"
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Outputs of the personal models on a split, block by block, in the order of ids."""
+        _, unbatched, per_client = self.algorithm.serving
+
+        def outputs(broadcast: Any, client: Any, x: Any, side: Any) -> Tensor:
+            if self.algorithm.predict is not None:
+                return self.algorithm.predict(broadcast, client, x, side)
+            assert self.algorithm.model is not None
+            model = self.algorithm.model(broadcast, client)
+            return task.predict(model.params, model.buffers, x, side)
+
+        for part, broadcast, mine in self.serve(server, ids, index):
+            with torch.no_grad():
+                yield (
+                    part,
+                    self.executor.predict(
+                        outputs,
+                        broadcast,
+                        mine,
+                        self.about(part),
+                        part,
+                        rows,
+                        unbatched,
+                        per_client,
+                    ),
+                )
+
+    def shared_predictions(
+        self, server: Any, ids: Tensor, task: Any, rows: str = "test"
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Outputs of the global model on a split, block by block."""
+        assert self.algorithm.shared_model is not None
+        model = self.algorithm.shared_model(server)
+
+        def outputs(broadcast: Any, client: Any, x: Any, side: Any) -> Tensor:
+            return task.predict(broadcast.params, broadcast.buffers, x, side)
+
+        for start in range(0, len(ids), _SERVED_TOGETHER):
+            part = ids[start : start + _SERVED_TOGETHER]
+            with torch.no_grad():
+                yield (
+                    part,
+                    self.executor.predict(
+                        outputs,
+                        model,
+                        Empty(),
+                        self.about(part),
+                        part,
+                        rows,
+                        frozenset({"params", "buffers"}),
+                    ),
+                )
+
+
+def _device(data: FederatedData) -> torch.device:
+    return data.x.device if isinstance(data.x, Tensor) else data.x.values.device
+
+
+def check_engine(name: str) -> None:
+    """Refuse an unknown engine."""
+    if name not in EXECUTORS:
+        raise HandspanError(f"unknown engine {name!r}: choose loop, stacked or auto")

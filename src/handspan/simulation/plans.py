@@ -1,0 +1,175 @@
+"""Which rows each step of each client sees, in which order: pure functions of a key.
+
+A client's plan is the same alone, in any cohort, under any padding and on any engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from handspan.core import keys
+from handspan.core.algorithm import Phase, Stage
+from handspan.core.data import FederatedData
+
+_LARGEST = torch.iinfo(torch.int64).max
+# Clients whose row counts differ by less than this share a padded shape: at most a quarter of the
+# rows of a group are padding, and the shape depends on the cohort alone, never on the block size.
+_LEAST_FILL = 0.75
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """Batches of one stage for a block of clients.
+
+    Attributes
+    ----------
+    rows
+        (c, steps or 1, width) positions inside the client's part of the store.
+    weight
+        (c, steps or 1, width) 1 for real rows, 0 for padding (which repeats a real row).
+    keys
+        (c, steps) key of each step.
+    num_steps
+        (c,) steps of each client.
+    is_constant
+        Whether all steps see the same rows: then the second axis has length 1.
+    """
+
+    rows: Tensor
+    weight: Tensor
+    keys: Tensor
+    num_steps: Tensor
+    is_constant: bool
+
+    @property
+    def steps(self) -> int:
+        """Steps of the longest client."""
+        return int(self.num_steps.max()) if len(self.num_steps) else 0
+
+
+@dataclass(frozen=True)
+class Block:
+    """Clients that run together, and their plans, one per stage."""
+
+    ids: Tensor
+    num: Tensor  # (c,) training rows
+    plans: tuple[StagePlan, ...]
+
+
+def batch_rows(stage: Stage, num: Tensor) -> Tensor:
+    """Rows of a full batch of each client: all rows when there are fewer than asked for."""
+    return num if stage.batch_size is None else num.clamp(max=stage.batch_size)
+
+
+def step_counts(stage: Stage, num: Tensor) -> Tensor:
+    """Steps of each client in a stage."""
+    width = batch_rows(stage, num).clamp(min=1)
+    per_pass = (num + width - 1) // width
+    if stage.steps is not None:
+        return torch.where(num > 0, stage.steps, 0)
+    return per_pass * (1 if stage.epochs is None else stage.epochs)
+
+
+def count_rows(stage: Stage, num: Tensor) -> int:
+    """Rows that a stage passes through the model, over the given clients."""
+    width = batch_rows(stage, num).clamp(min=1)
+    per_pass = (num + width - 1) // width
+    steps = step_counts(stage, num)
+    passes = torch.where(num > 0, steps // per_pass.clamp(min=1), 0)
+    rest = (steps - passes * per_pass) * width  # a cut pass has no short batch
+    return int((passes * num + rest).sum()) * stage.models
+
+
+def plan_stage(stage: Stage, num: Tensor, base: Tensor, k: Tensor, width: int) -> StagePlan:
+    """Plan one stage for a block of clients.
+
+    Parameters
+    ----------
+    num, base
+        (c,) rows of each client that the stage may use, and where they begin.
+    k
+        (c,) keys.
+    width
+        Padded rows of a batch, at least that of every client.
+    """
+    count, size = step_counts(stage, num), batch_rows(stage, num)
+    step_keys = keys.fold(k.unsqueeze(1), torch.arange(max(1, int(count.max()))))
+    place = torch.arange(width)
+    if bool((size == num).all()):  # every batch holds all rows: stored order
+        real = place < num.unsqueeze(1)
+        rows = torch.where(real, place, 0) + base.unsqueeze(1)
+        return StagePlan(rows.unsqueeze(1), real.unsqueeze(1), step_keys, count, True)
+    longest = int(num.max())
+    per_pass = (num + size.clamp(min=1) - 1) // size.clamp(min=1)
+    passes = int(((count + per_pass - 1) // per_pass.clamp(min=1)).max())
+    order = _permutations(k, num, passes, longest, size == num)
+    step = torch.arange(int(count.max()))
+    turn = step // per_pass.clamp(min=1).unsqueeze(1)  # (c, steps): which pass
+    first = (step - turn * per_pass.unsqueeze(1)) * size.unsqueeze(1)
+    position = first.unsqueeze(2) + place  # (c, steps, width)
+    real = (place < size.view(-1, 1, 1)) & (position < num.view(-1, 1, 1))
+    index = torch.where(real, turn.clamp(max=passes - 1).unsqueeze(2) * longest + position, 0)
+    rows = order.gather(1, index.flatten(1)).view_as(index)
+    rows = torch.where(real, rows, 0) + base.view(-1, 1, 1)
+    return StagePlan(rows, real, step_keys, count, False)
+
+
+def _permutations(k: Tensor, num: Tensor, passes: int, longest: int, in_order: Tensor) -> Tensor:
+    """Fresh permutation of each client's rows for each pass, (c, passes * longest)."""
+    place = torch.arange(longest)
+    pass_keys = keys.fold(k.unsqueeze(1), "pass", torch.arange(passes))
+    draw = keys.bits(pass_keys, (longest,)) & _LARGEST
+    draw = torch.where(in_order.view(-1, 1, 1), place, draw)
+    draw = torch.where(place < num.view(-1, 1, 1), draw, _LARGEST)  # padding goes last
+    return draw.argsort(dim=2, stable=True).flatten(1)
+
+
+def groups(num: Tensor) -> list[Tensor]:
+    """Positions of clients that share a padded shape, longest first.
+
+    The grouping depends on the cohort alone, so that numbers do not depend on the block size.
+    """
+    if not len(num):
+        return []
+    order = num.argsort(descending=True, stable=True)
+    sizes = num[order].tolist()
+    cuts, head = [0], sizes[0]
+    for position, size in enumerate(sizes):
+        if size < _LEAST_FILL * head:
+            cuts.append(position)
+            head = size
+    cuts.append(len(sizes))
+    return [order[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
+
+
+def blocks(
+    phase: Phase, ids: Tensor, data: FederatedData, k: Tensor, block_size: int
+) -> Iterator[Block]:
+    """Blocks of clients with their plans, in an order that depends on the cohort alone."""
+    num = data.num_train[ids]
+    spans = [data.span(stage.rows) for stage in phase.stages]
+    for group in groups(num):
+        members = ids[group]
+        widths = [
+            max(1, int(batch_rows(stage, span[1][members]).max()))
+            for stage, span in zip(phase.stages, spans, strict=True)
+        ]
+        for start in range(0, len(members), block_size):
+            part = members[start : start + block_size]
+            plans = tuple(
+                plan_stage(
+                    stage,
+                    count[part],
+                    base[part],
+                    keys.fold(k, phase.name, index, part),
+                    width,
+                )
+                for index, (stage, (base, count), width) in enumerate(
+                    zip(phase.stages, spans, widths, strict=True)
+                )
+            )
+            yield Block(part, data.num_train[part], plans)

@@ -1,0 +1,89 @@
+"""Sums of uploads in float64 and in an order that no block size can change.
+
+Uploads arrive block by block in canonical order; they are added in chunks of a fixed size, so
+that the same additions happen whatever the size of the blocks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from handspan.core.algorithm import Phase, Reduced, Stacked
+from handspan.core.records import concatenate, map_tensors, take
+
+_CHUNK = 32
+
+
+class Reduction:
+    """Collects the uploads of one exchange."""
+
+    def __init__(self, phase: Phase, ids: Tensor, weights: Tensor) -> None:
+        self._phase = phase
+        self._ids = ids
+        self._weights = weights
+        self._total: Any = None
+        self._pending: list[Any] = []
+        self._pending_weights: list[Tensor] = []
+        self._pending_count = 0
+        self._all: list[tuple[Tensor, Any]] = []
+
+    def add(self, ids: Tensor, uploads: Any) -> None:
+        """Take the uploads of a block; those of weight 0 were never sent."""
+        weights = self._weights[torch.searchsorted(self._ids, ids)]
+        sent = weights > 0
+        if not bool(sent.all()):
+            uploads, ids, weights = take(uploads, sent), ids[sent], weights[sent]
+        if not len(ids):
+            return
+        if self._phase.reduce == "stack":
+            self._all.append((ids, uploads))
+            return
+        self._pending.append(uploads)
+        self._pending_weights.append(weights)
+        self._pending_count += len(ids)
+        while self._pending_count >= _CHUNK:
+            self._reduce_chunk(_CHUNK)
+
+    def _reduce_chunk(self, size: int) -> None:
+        uploads = concatenate(self._pending)
+        weights = torch.cat(self._pending_weights)
+        part = _sum(self._phase, take(uploads, slice(size)), weights[:size])
+        self._total = (
+            part
+            if self._total is None
+            else map_tensors(lambda total, new: total.add_(new), self._total, part)
+        )
+        self._pending = [take(uploads, slice(size, None))] if len(weights) > size else []
+        self._pending_weights = [weights[size:]] if len(weights) > size else []
+        self._pending_count = len(weights) - size
+
+    def result(self) -> Any:
+        """Return the reduction of all uploads."""
+        sent = self._weights > 0
+        if self._phase.reduce == "stack":
+            order = torch.cat([ids for ids, _ in self._all]).argsort()
+            uploads = take(concatenate([uploads for _, uploads in self._all]), order)
+            return Stacked(uploads=uploads, ids=self._ids[sent], weights=self._weights[sent])
+        if self._pending_count:
+            self._reduce_chunk(self._pending_count)
+        if self._phase.reduce != "sum":
+            return self._total
+        return Reduced(
+            total=self._total,
+            weight=self._weights[sent].sum(),
+            count=sent.sum().to(torch.float64),
+        )
+
+
+def _sum(phase: Phase, uploads: Any, weights: Tensor) -> Any:
+    if callable(phase.reduce):
+        return phase.reduce(uploads, weights)
+
+    def add(stacked: Tensor) -> Tensor:
+        flat = stacked.reshape(len(weights), -1).to(torch.float64)
+        return (weights.to(flat.device) @ flat).view(stacked.shape[1:])
+
+    return map_tensors(add, uploads)

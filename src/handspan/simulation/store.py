@@ -1,0 +1,197 @@
+"""Where private records live while a run lasts: one tensor per field, a row per client.
+
+A record that was never written does not exist yet: it is what ``init_client`` makes of the
+client's key, so a million clients cost nothing until they take part. Changes are staged and become
+visible to others only when the round is committed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from handspan.core.records import Params, Record, from_named, take, to_named
+
+Init = Callable[[Tensor], Any]
+
+
+class ClientStore:
+    """Private records of all clients, staged and committed round by round.
+
+    Parameters
+    ----------
+    init
+        ids -> records of clients that have not been written yet.
+    num_rows
+        (n,) data rows of each client, for fields with one entry per data row.
+    per_row
+        Names of such fields.
+    folder
+        Where to keep the tensors in files mapped into memory; None keeps them in memory.
+    """
+
+    def __init__(
+        self,
+        init: Init,
+        num_rows: Tensor,
+        per_row: frozenset[str] = frozenset(),
+        folder: Path | None = None,
+    ) -> None:
+        self._init = init
+        self._num = num_rows
+        self._start = num_rows.cumsum(0) - num_rows
+        self._per_row = per_row
+        self._like = take(init(torch.tensor([0])), 0)
+        self._folder = folder
+        self._staged: list[tuple[Tensor, Params]] = []
+        self._staged_at = torch.full((len(num_rows),), -1)
+        self.written = torch.zeros(len(num_rows), dtype=torch.bool)
+        self._fields = {
+            name: self._allocate(name, value) for name, value in to_named(self._like).items()
+        }
+
+    def _is_per_row(self, name: str) -> bool:
+        return name.split(":")[0].split("/")[0] in self._per_row
+
+    def _allocate(self, name: str, like: Tensor) -> Tensor:
+        count = int(self._num.sum()) if self._is_per_row(name) else len(self._num)
+        inner = like.shape[1:] if self._is_per_row(name) else like.shape
+        if self._folder is None:  # zeros are not touched until written: memory comes page by page
+            return torch.zeros(count, *inner, dtype=like.dtype, device=like.device)
+        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        path = self._folder / (name.replace("/", "%2F").replace(":", "%3A") + ".bin")
+        shape = (count, *inner)
+        size = max(1, torch.Size(shape).numel())
+        if not path.exists():
+            path.touch(mode=0o600)
+        tensor = torch.from_file(str(path), shared=True, size=size, dtype=like.dtype)
+        return tensor[: torch.Size(shape).numel()].view(shape)
+
+    def read(self, ids: Tensor) -> Any:
+        """Records of the given clients, staged changes included; per-row fields padded."""
+        named = self._gather(ids)
+        return from_named(self._like, self._map_per_row(named, ids, self._pad))
+
+    def read_flat(self, ids: Tensor) -> Any:
+        """Records of the given clients with their per-row fields joined, client after client."""
+        return from_named(self._like, self._gather(ids))
+
+    def stage(self, ids: Tensor, records: Record) -> None:
+        """Note new records of the given clients; ``commit`` makes them the stored ones."""
+        self._stage(ids, self._map_per_row(to_named(records), ids, self._unpad))
+
+    def stage_flat(self, ids: Tensor, records: Record) -> None:
+        """Note new records whose per-row fields are joined, client after client."""
+        self._stage(ids, to_named(records))
+
+    def _stage(self, ids: Tensor, named: Params) -> None:
+        if named:
+            self._staged_at[ids] = len(self._staged)
+            self._staged.append((ids, named))
+
+    def _gather(self, ids: Tensor) -> Params:
+        """Wire form of the given clients' records, per-row fields flat."""
+        named = {name: field[self._index(name, ids)] for name, field in self._fields.items()}
+        origin = self._staged_at[ids]
+        fresh = (~self.written[ids] & (origin < 0)).nonzero()[:, 0]
+        if len(fresh):
+            initial = to_named(self._init(ids[fresh]))
+            initial = self._map_per_row(initial, ids[fresh], self._unpad)
+            self._put(named, ids, fresh, initial)
+        for part in origin[origin >= 0].unique().tolist():
+            where = (origin == part).nonzero()[:, 0]
+            known, values = self._staged[part]
+            position = {i: j for j, i in enumerate(known.tolist())}
+            source = torch.tensor([position[i] for i in ids[where].tolist()])
+            chosen = {
+                name: value[self._within(name, known, source).to(value.device)]
+                for name, value in values.items()
+            }
+            self._put(named, ids, where, chosen)
+        return named
+
+    def _put(self, named: Params, ids: Tensor, where: Tensor, values: Params) -> None:
+        for name, value in values.items():
+            index = self._within(name, ids, where).to(named[name].device)
+            named[name].index_copy_(0, index, value.to(named[name]))
+
+    def _index(self, name: str, ids: Tensor) -> Tensor:
+        """Rows of a field's tensor that belong to the given clients."""
+        rows = _ranges(self._start[ids], self._num[ids]) if self._is_per_row(name) else ids
+        return rows.to(self._fields[name].device)
+
+    def _within(self, name: str, ids: Tensor, where: Tensor) -> Tensor:
+        """Rows, in a gathered field of ``ids``, that belong to the clients at ``where``."""
+        if not self._is_per_row(name):
+            return where
+        num = self._num[ids]
+        return _ranges((num.cumsum(0) - num)[where], num[where])
+
+    def _map_per_row(
+        self, named: Params, ids: Tensor, change: Callable[[Tensor, Tensor], Tensor]
+    ) -> Params:
+        return {
+            name: change(value, self._num[ids]) if self._is_per_row(name) else value
+            for name, value in named.items()
+        }
+
+    @staticmethod
+    def _pad(flat: Tensor, num: Tensor) -> Tensor:
+        padded = flat.new_zeros(len(num), int(num.max()), *flat.shape[1:])
+        padded[_real(num, padded.shape[1]).to(flat.device)] = flat
+        return padded
+
+    @staticmethod
+    def _unpad(padded: Tensor, num: Tensor) -> Tensor:
+        return padded[_real(num, padded.shape[1]).to(padded.device)]
+
+    def staged(self) -> list[tuple[Tensor, Params]]:
+        """Return what the next commit will write, in order."""
+        return self._staged
+
+    def commit(self) -> None:
+        """Write what was staged."""
+        for ids, named in self._staged:
+            self.write(ids, named)
+        self.discard()
+
+    def discard(self) -> None:
+        """Forget what was staged."""
+        for ids, _ in self._staged:
+            self._staged_at[ids] = -1
+        self._staged = []
+
+    def write(self, ids: Tensor, named: Params) -> None:
+        """Write records in their flat wire form; repeating it changes nothing."""
+        for name, value in named.items():
+            field = self._fields[name]
+            field.index_copy_(0, self._index(name, ids), value.to(field))
+        self.written[ids] = True
+
+    def to_named(self) -> Params:
+        """All tensors, for a checkpoint."""
+        return {**self._fields, "written": self.written}
+
+    def load_named(self, named: Params) -> None:
+        """Take over the tensors of a checkpoint."""
+        for name, field in self._fields.items():
+            field.copy_(named[name])
+        self.written.copy_(named["written"])
+
+    def num_bytes(self) -> int:
+        """Bytes of all private records."""
+        return sum(field.numel() * field.element_size() for field in self._fields.values())
+
+
+def _ranges(start: Tensor, length: Tensor) -> Tensor:
+    """Join the ranges [start, start + length) of all clients."""
+    shift = torch.repeat_interleave(start - (length.cumsum(0) - length), length)
+    return shift + torch.arange(len(shift))
+
+
+def _real(num: Tensor, width: int) -> Tensor:
+    return torch.arange(width) < num.unsqueeze(1)
