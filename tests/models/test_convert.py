@@ -52,6 +52,23 @@ class Sequence(nn.Module):
         return self.head(output[:, -1])
 
 
+class OwnLoop(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.LSTMCell(4, 5)
+        self.second = nn.GRUCell(5, 5)
+        self.third = nn.RNNCell(5, 5)
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x):
+        states = second = third = None
+        for step in x.unbind(1):
+            states = self.first(step, states)
+            second = self.second(states[0], second)
+            third = self.third(second, third)
+        return self.head(third)
+
+
 class SelfAttention(nn.Module):
     def __init__(self):
         super().__init__()
@@ -99,6 +116,7 @@ CASES = {
         lambda: Sequence(nn.RNN(4, 5, nonlinearity="relu", batch_first=True), 5),
         (6, 4),
     ),
+    "cells": (OwnLoop, (6, 4)),
     "attention": (lambda: Sequence(SelfAttention(), 8), (5, 8)),
     "transformer": (
         lambda: Sequence(nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True), 8),

@@ -139,14 +139,10 @@ def test_a_dropout_layer_used_twice_draws_two_masks():
         def forward(self, x):
             return torch.cat([self.drop(x), self.drop(x)], 1)
 
-    first, second = (
-        dropped(nn.Sequential(nn.Dropout(0.5)), torch.ones(9, 9, dtype=F64), keys.key(0)),
-        None,
-    )
-    task_loss = {}
+    seen = {}
 
     def loss(outputs, y):
-        task_loss["outputs"] = outputs
+        seen["outputs"] = outputs
         return outputs.sum(1)
 
     task = task_from_module(Echo(Twice()), loss=loss, dtype=F64, num_outputs=1, keep_weights=True)
@@ -154,7 +150,7 @@ def test_a_dropout_layer_used_twice_draws_two_masks():
     x = torch.ones(9, 9, dtype=F64)
     batch = Batch(x=x, y=x, weight=x[:, 0], key=keys.key(0), rows=torch.arange(9))
     task.loss(params, buffers, batch)
-    first, second = task_loss["outputs"].chunk(2, 1)
+    first, second = seen["outputs"].chunk(2, 1)
     assert not torch.equal(first, second)
 
 
@@ -227,3 +223,31 @@ def test_masks_of_attention_follow_torch():
 
     layer.__class__ = PlainAttention
     torch.testing.assert_close(outputs(), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_masks_of_other_keys_layers_and_positions_are_independent():
+    from handspan.models.layers import keep_mask
+    from handspan.models.skeleton import ForwardContext
+
+    masks = []
+    for k in range(5):
+        context = ForwardContext()
+        context.key = keys.key(k)
+        masks += [keep_mask(context, (200, 100), 0.5).double() * 2 - 1 for _ in range(2)]
+    flat = torch.stack(masks).flatten(1)
+    size = flat.shape[1]
+    # Five standard errors, over some hundred correlations.
+    products = (flat @ flat.t() / size).fill_diagonal_(0.0)
+    assert float(products.abs().max()) < 5.0 / size**0.5
+    for lag in (1, 2, 64, 100, 200):
+        assert float((flat[:, lag:] * flat[:, :-lag]).mean(1).abs().max()) < 5.0 / size**0.5
+
+
+def test_a_single_client_takes_torch_s_fused_kernel():
+    layer = nn.LSTM(3, 4, 2, batch_first=True).double()
+    x = keys.normal(keys.key(0), (5, 2, 3))
+    layer.__class__ = CellLSTM
+    fused, states = layer(x)
+    cells, cell_states = vmap(layer)(x.unsqueeze(0))
+    torch.testing.assert_close(fused, cells[0], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(states, tuple(s[0] for s in cell_states), rtol=1e-12, atol=1e-12)

@@ -48,6 +48,7 @@ LAYERS = {
     "rrelu": (lambda: nn.RReLU(), "random"),
     "sparse": (lambda: nn.Embedding(3, 4, sparse=True), "sparse=False"),
     "max_norm": (lambda: nn.Embedding(3, 4, max_norm=1.0), "max_norm"),
+    "bag": (lambda: nn.EmbeddingBag(3, 4), "use Embedding"),
     "projection": (lambda: nn.LSTM(4, 3, proj_size=2), "proj_size"),
     "kdim": (lambda: nn.MultiheadAttention(4, 2, kdim=3), "kdim"),
     "spectral": (lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)), "spectral_norm"),

@@ -194,6 +194,8 @@ class Algorithm:
         S -> Model, or None where the method has no global model.
     predict
         (B, C, x, side) -> outputs, where a model alone does not tell (mixtures).
+    cluster
+        C after the personal phases -> the client's cluster, for methods that find groups.
     labels
         (B, C, Batch of all training rows) -> component of each row, for clusterings.
     per_row
@@ -219,6 +221,7 @@ class Algorithm:
     deploy_per_client: frozenset[str] = frozenset()
     shared_model: Callable[[Any], Model] | None = None
     predict: Callable[[Any, Any, Any, Any], Tensor] | None = None
+    cluster: Callable[[Any], Tensor] | None = None
     labels: Callable[[Any, Any, Any], Tensor] | None = None
     per_row: frozenset[str] = frozenset()
     done: Callable[[Any], bool] = lambda server: False

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -168,6 +169,11 @@ class FederatedData:
         if isinstance(self.x, Csr):
             return (int(self.x.num_columns),)
         return tuple(self.x.shape[1:])
+
+    def num_bytes_of_rows(self, count: int) -> int:
+        """Bytes of so many dense rows."""
+        x = self.x.values if isinstance(self.x, Csr) else self.x
+        return count * x.element_size() * math.prod(self.row_shape)
 
     @property
     def task(self) -> str:

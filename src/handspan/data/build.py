@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from handspan.core.data import FederatedData
 from handspan.core.errors import HandspanError
@@ -197,29 +196,25 @@ def _build(
     x: Any, y: Any, ids: ClientIds, side: Any, options: _Options, where: Where
 ) -> FederatedData:
     inputs.check_finite(x, "x", where)
-    labels, num_classes = inputs.as_labels(y, x.shape[0], options.task, options.num_classes, where)
-    kind = options.kind
+    num_rows = x.shape[0]
+    labels, num_classes = inputs.as_labels(y, num_rows, options.task, options.num_classes, where)
     is_regression = labels is not None and num_classes is None
+    kind, has_labels = options.kind, labels is not None
     if kind == "auto":
-        kind = transform.kind_of(x, has_labels=labels is not None, is_regression=is_regression)
-    if x.ndim == 1 and kind != "tokens":
-        x = x.reshape(-1, 1)
+        kind = transform.kind_of(x, has_labels=has_labels, is_regression=is_regression)
+    x = x.reshape(-1, 1) if x.ndim == 1 and kind != "tokens" else x
     split = split_rows(
         ids,
         seed=options.seed,
         test_fraction=options.test_fraction,
         validation_fraction=options.validation_fraction,
-        is_test=_test_mask(options.is_test, x.shape[0]),
+        is_test=_test_mask(options.is_test, num_rows),
     )
     real = transform.float_name(x, options.dtype)
     counted = None if options.held_out is None else ~options.held_out
+    fitted = split.order[split.is_train(counted)]
     scaling = transform.fit(
-        x,
-        split.order[split.is_train(counted)],
-        kind=kind,
-        divide=options.divide,
-        standardize=options.standardize,
-        dtype=real,
+        x, fitted, kind=kind, divide=options.divide, standardize=options.standardize, dtype=real
     )
     if labels is not None:
         labels = labels[split.order].astype(real if is_regression else np.int64, copy=False)
@@ -230,7 +225,7 @@ def _build(
         num_train=torch.from_numpy(split.num_train),
         num_validation=torch.from_numpy(split.num_validation),
         num_test=torch.from_numpy(split.num_test),
-        side=None if side is None else _side(side, ids, real),
+        side=None if side is None else torch.from_numpy(inputs.as_side(side, ids, real)),
         num_classes=num_classes,
         names=_names(options.names, ids),
         info={"seed": options.seed, "transform": scaling, "remarks": list(split.remarks)},
@@ -276,28 +271,3 @@ def _names(names: Sequence[str], ids: ClientIds) -> tuple[str, ...]:
             f"there are {len(names)} names for {ids.num_clients} clients; give one each"
         )
     return tuple(str(name) for name in names)
-
-
-def _side(side: Any, ids: ClientIds, dtype: str) -> Tensor:
-    """Bring side information to one row per client."""
-    rows = inputs.as_rows(side, "side")
-    if inputs.is_sparse(rows):
-        rows = rows.toarray()
-    inputs.check_finite(rows, "side")
-    rows = rows.reshape(len(rows), -1)
-    if len(rows) == len(ids.codes) != ids.num_clients:
-        first = np.unique(ids.codes, return_index=True)[1]
-        changed = np.flatnonzero((rows != rows[first[ids.codes]]).any(axis=1))
-        if len(changed):
-            row = int(changed[0])
-            raise HandspanError(
-                f"side changes within client {ids.name(int(ids.codes[row]))} at "
-                f"{inputs.plain_row(row)}; it must be constant within a client"
-            )
-        rows = rows[first]
-    if len(rows) != ids.num_clients:
-        raise HandspanError(
-            f"side has {len(rows)} rows for {ids.num_clients} clients; give one per client, in "
-            "the sorted order of their ids, or one per data row"
-        )
-    return torch.from_numpy(rows.astype(dtype))

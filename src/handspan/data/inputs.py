@@ -271,3 +271,28 @@ def _text_keys(names: tuple[str, ...]) -> np.ndarray:
     for column in letters.unbind(1):
         hashed = torch.where(column > 0, keys.fold(hashed, column), hashed)
     return hashed.numpy()
+
+
+def as_side(side: Any, ids: ClientIds, dtype: str) -> np.ndarray:
+    """Bring side information to one row per client, in the sorted order of their ids."""
+    rows = as_rows(side, "side")
+    if is_sparse(rows):
+        rows = rows.toarray()
+    check_finite(rows, "side")
+    rows = rows.reshape(len(rows), -1)
+    if len(rows) == len(ids.codes) != ids.num_clients:
+        first = np.unique(ids.codes, return_index=True)[1]
+        changed = np.flatnonzero((rows != rows[first[ids.codes]]).any(axis=1))
+        if len(changed):
+            row = int(changed[0])
+            raise HandspanError(
+                f"side changes within client {ids.name(int(ids.codes[row]))} at "
+                f"{plain_row(row)}; it must be constant within a client"
+            )
+        rows = rows[first]
+    if len(rows) != ids.num_clients:
+        raise HandspanError(
+            f"side has {len(rows)} rows for {ids.num_clients} clients; give one per client, in "
+            "the sorted order of their ids, or one per data row"
+        )
+    return rows.astype(dtype)

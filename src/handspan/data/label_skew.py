@@ -7,7 +7,7 @@ import numpy as np
 from handspan.core.errors import HandspanError
 
 REDRAWS = 100
-MOST_DRAWS = 200_000_000  # gamma variates in all redraws: keeps a million clients within seconds
+MOST_DRAWS = 100_000_000  # gamma variates in all redraws: keeps a million clients within seconds
 MIXING_ROUNDS = 20
 LARGEST_ALPHA = 1e12  # beyond, gamma variates overflow and proportions are equal anyway
 

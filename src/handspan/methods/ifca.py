@@ -199,6 +199,7 @@ def build(setting: Setting, config: IfcaConfig) -> Algorithm:
             ),
         ),
         model=model,
+        cluster=lambda client: client.choice.argmax(),
     )
 
 

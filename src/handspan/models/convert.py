@@ -6,14 +6,12 @@ The module is converted once, when the task is built; the user's own module is n
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from handspan.core import keys
 from handspan.core.data import Batch
 from handspan.core.errors import HandspanError
 from handspan.core.records import Params
@@ -21,9 +19,8 @@ from handspan.core.task import Task
 from handspan.models.losses import BUILT_IN, RowLoss, checked
 from handspan.models.probe import probe
 from handspan.models.skeleton import Capture, ForwardContext, Skeleton, meta_like
+from handspan.models.source import Factory, Source
 from handspan.models.structure import find_head, replace_layers
-
-Factory = Callable[[], nn.Module]
 
 
 def task_from_module(
@@ -67,6 +64,7 @@ def task_from_module(
 
     Examples
     --------
+    >>> from handspan.core import keys
     >>> task = task_from_module(nn.Linear(3, 2))
     >>> params, buffers = task.init(keys.key(0))
     >>> sorted(params), task.num_outputs
@@ -74,7 +72,7 @@ def task_from_module(
     """
     if kind not in BUILT_IN:
         raise HandspanError(f"kind must be 'classification' or 'regression', not {kind!r}")
-    source = _Source(module_or_factory, keep_weights)
+    source = Source(module_or_factory, keep_weights)
     row_loss = BUILT_IN[kind] if loss is None else checked(loss)
     task = ModuleTask(source, kind, row_loss, head, needs_side, dtype, torch.device(device))
     outputs = None if sample is None else task.try_on(sample)
@@ -87,7 +85,7 @@ class ModuleTask(Task):
 
     def __init__(
         self,
-        source: _Source,
+        source: Source,
         kind: str,
         row_loss: RowLoss,
         head: str | Sequence[str] | None,
@@ -140,9 +138,10 @@ class ModuleTask(Task):
         weight = batch.weight
         inputs = self._inputs(batch.x, batch.side)
         outputs, buffers = self._train(params, buffers, inputs, weight, batch.key)
-        rows = self._row_loss(outputs, batch.y) * weight
-        # The bound makes the loss of a batch without real rows 0 instead of 0/0.
-        return rows.sum() / weight.sum().clamp_min(self._tiny), buffers
+        # The bound makes the loss of a batch without real rows 0 instead of 0/0. Shares first:
+        # what needs no gradient costs no backward pass.
+        share = weight / weight.sum().clamp_min(self._tiny)
+        return (self._row_loss(outputs, batch.y) * share).sum(), buffers
 
     def predict(self, params: Params, buffers: Params, x: Tensor, side: Tensor | None) -> Tensor:
         """Outputs (logits, or values) for rows, in evaluation mode."""
@@ -188,71 +187,6 @@ class ModuleTask(Task):
         if side is None:
             raise HandspanError("the model needs side information, and the data have none")
         return x, side.expand(x.shape[0], side.shape[-1])
-
-
-class _Source:
-    """Where fresh weights come from: a factory, or a module that is re-initialised."""
-
-    def __init__(self, given: nn.Module | Factory, keep_weights: bool) -> None:
-        self.keep_weights = keep_weights
-        self.template = copy.deepcopy(given) if isinstance(given, nn.Module) else None
-        if self.template is None and not callable(given):
-            raise HandspanError(
-                f"the model must be a torch module or a function, not {type(given).__name__}"
-            )
-        self.factory = None if isinstance(given, nn.Module) else given
-
-    def structure(self) -> nn.Module:
-        """Return a copy whose layers may be changed."""
-        if self.template is not None:
-            return copy.deepcopy(self.template)
-        # A factory may hand out one and the same module again and again: never change it.
-        return copy.deepcopy(self.fresh(keys.key(0, "constants")))
-
-    def fresh(self, key: Tensor) -> nn.Module:
-        """Return a module with weights drawn by the key."""
-        with reproducible(key):
-            if self.factory is not None:
-                module = self.factory()
-                if not isinstance(module, nn.Module):
-                    raise HandspanError(
-                        f"the model factory returned {type(module).__name__}, not a torch module"
-                    )
-                return module
-            module = copy.deepcopy(self.template)
-            assert module is not None
-            return module if self.keep_weights else _reset(module)
-
-
-@contextmanager
-def reproducible(key: Tensor) -> Iterator[None]:
-    """Seed torch's CPU generator from a key; generator and defaults are put back afterwards.
-
-    Always float32 on the CPU, so that runs on other devices and in other types start alike.
-    """
-    dtype = torch.get_default_dtype()
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        torch.set_default_dtype(torch.float32)
-        try:
-            # Not torch.manual_seed, which reseeds the GPUs as well.
-            torch.default_generator.manual_seed(keys.seed_of(key))
-            yield
-        finally:
-            torch.set_default_dtype(dtype)
-
-
-def _reset(module: nn.Module) -> nn.Module:
-    # Children first: a parent's rule for its children (attention's output bias) has the last word.
-    for layer in reversed(list(module.modules())):
-        own = list(layer.parameters(recurse=False))
-        if own and not any(parameter.requires_grad for parameter in own):
-            continue  # frozen: pretrained statistics must survive as well
-        for name in ("reset_parameters", "_reset_parameters"):
-            reset: Any = getattr(layer, name, None)
-            if callable(reset):
-                reset()
-                break
-    return module
 
 
 def _named_tensors(module: nn.Module) -> tuple[Params, Params]:

@@ -15,6 +15,7 @@ from torch import nn
 
 from handspan.core import keys
 from handspan.core.errors import HandspanError, nearest
+from handspan.models.source import reproducible
 
 
 def load_model_file(spec: str, **options: Any) -> Callable[[], nn.Module]:
@@ -23,8 +24,6 @@ def load_model_file(spec: str, **options: Any) -> Callable[[], nn.Module]:
     The function is called with those of the options (``row_shape``, ``num_outputs``,
     ``num_side``) that its signature accepts, once here, to fail early, and at every start.
     """
-    from handspan.models.convert import reproducible
-
     path_text, colon, name = spec.rpartition(":")
     if not colon or name.endswith(".py"):
         path_text, name = spec, "make_model"

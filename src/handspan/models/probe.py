@@ -38,7 +38,7 @@ class _Trail:
 
     def where(self) -> str:
         """Name of the innermost open layer."""
-        return f"layer {self.open[-1]}" if self.open else "the backward pass"
+        return f"layer {self.open[-1]}" if self.open else "the loss or its gradient"
 
     def close(self) -> None:
         """Take the hooks away again."""

@@ -25,6 +25,9 @@ _REPLACED: dict[type[nn.Module], type[nn.Module]] = {
     nn.LSTM: recurrent.CellLSTM,
     nn.GRU: recurrent.CellGRU,
     nn.RNN: recurrent.CellRNN,
+    nn.LSTMCell: recurrent.PlainLSTMCell,
+    nn.GRUCell: recurrent.PlainGRUCell,
+    nn.RNNCell: recurrent.PlainRNNCell,
     nn.MultiheadAttention: PlainAttention,
 }
 _RANDOM = (
@@ -34,7 +37,13 @@ _RANDOM = (
     nn.FractionalMaxPool2d,
     nn.FractionalMaxPool3d,
 )
-_FAMILIES = (batchnorm._BatchNorm, nn.modules.dropout._DropoutNd, nn.RNNBase, nn.MultiheadAttention)
+_FAMILIES = (
+    batchnorm._BatchNorm,
+    nn.modules.dropout._DropoutNd,
+    nn.RNNBase,
+    nn.RNNCellBase,
+    nn.MultiheadAttention,
+)
 
 
 def replace_layers(module: nn.Module, context: ForwardContext) -> None:
@@ -98,7 +107,9 @@ def _normalisation(layer: nn.Module) -> str | None:
 
 
 def _embedding(layer: nn.Module) -> str | None:
-    if isinstance(layer, nn.Embedding | nn.EmbeddingBag):
+    if isinstance(layer, nn.EmbeddingBag):
+        return "it cannot be stacked over clients; use Embedding and take the mean"
+    if isinstance(layer, nn.Embedding):
         if layer.sparse:
             return "sparse gradients cannot be stacked over clients; leave sparse=False"
         if layer.max_norm is not None:

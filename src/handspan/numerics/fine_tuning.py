@@ -103,6 +103,7 @@ def with_fine_tuning(
         name=f"{algorithm.name}+ft",
         personal=(*algorithm.personal, tuning),
         model=model,
+        cluster=None,
         deploy=lambda server, round: Empty(),
         deploy_unbatched=frozenset(),
         deploy_per_client=frozenset(),

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from handspan.core import keys
 from handspan.core.algorithm import Algorithm, Cohort, Phase, Reduced
-from handspan.core.data import ClientData, FederatedData, Population, Round
-from handspan.core.errors import HandspanError
+from handspan.core.data import Batch, ClientData, FederatedData, Population, Round
 from handspan.core.federation import Costs, Exchanged, make_round
 from handspan.core.records import Empty, concatenate, map_tensors, num_bytes, take
 from handspan.simulation.loop import LoopExecutor, WireExecutor
@@ -20,6 +19,7 @@ from handspan.simulation.plans import Block, blocks, count_rows
 from handspan.simulation.reduction import Reduction
 from handspan.simulation.stacked import StackedExecutor, select_axis
 from handspan.simulation.store import ClientStore
+from handspan.simulation.tracing import Recorder
 
 EXECUTORS: dict[str, Callable[..., Executor]] = {
     "loop": LoopExecutor,
@@ -35,6 +35,7 @@ class Executor(Protocol):
 
     name: str
     block_size: int
+    recorder: Recorder
 
     def run(
         self, phase: Phase, broadcast: Any, clients: Any, about: ClientData, block: Block
@@ -183,7 +184,7 @@ class Simulation:
     ) -> tuple[Any, int]:
         reduction = Reduction(phase, ids, weights)
         size = 0
-        for block, states, uploads in self._run(phase, broadcast, ids, int(round.index)):
+        for block, states, uploads in self.run_blocks(phase, broadcast, ids, int(round.index)):
             self.store.stage(block.ids, states)
             for post in self._post:
                 uploads = post.upload(uploads, block.ids, round)
@@ -192,7 +193,7 @@ class Simulation:
             reduction.add(block.ids, uploads)
         return reduction.result(), size
 
-    def _run(
+    def run_blocks(
         self, phase: Phase, broadcast: Any, ids: Tensor, index: int, clients: Any = None
     ) -> Iterator[tuple[Block, Any, Any]]:
         """Run a phase for the given clients, block by block, in canonical order."""
@@ -274,7 +275,7 @@ class Simulation:
         """Run a phase that uploads nothing; returns the new records in the order of ids."""
         done = [
             (block.ids, states)
-            for block, states, _ in self._run(phase, broadcast, ids, index, clients)
+            for block, states, _ in self.run_blocks(phase, broadcast, ids, index, clients)
         ]
         order = torch.cat([part for part, _ in done]).argsort()
         return take(concatenate([states for _, states in done]), order)
@@ -296,7 +297,7 @@ class Simulation:
         round = make_round(index, ids, self.population)
         broadcast = phase.broadcast(server, round)
         costs = self._costs(phase, broadcast, ids)
-        for block, states, _ in self._run(phase, broadcast, ids, index):
+        for block, states, _ in self.run_blocks(phase, broadcast, ids, index):
             self.store.stage(block.ids, states)
         self.store.commit()
         return costs
@@ -330,6 +331,21 @@ class Simulation:
                     ),
                 )
 
+    def row_labels(self, server: Any, ids: Tensor, index: int) -> Tensor:
+        """Component of each training row, in the order of the clients."""
+        assert self.algorithm.labels is not None
+        deploy, _, _ = self.algorithm.serving
+        parts: list[Tensor] = []
+        for start in range(0, len(ids), _SERVED_TOGETHER):
+            part = ids[start : start + _SERVED_TOGETHER]
+            broadcast = deploy(server, make_round(index, part, self.population))
+            x, num = self._flat_rows(part)
+            weight = torch.ones(int(num.sum()), device=_device(self.data))
+            batch = Batch(x=x, y=None, weight=weight, key=torch.tensor(0), rows=weight.long())
+            clients = self.store.read_flat(part)
+            parts.append(self.algorithm.labels(broadcast, clients, batch))
+        return torch.cat(parts)
+
     def shared_predictions(
         self, server: Any, ids: Tensor, task: Any, rows: str = "test"
     ) -> Iterator[tuple[Tensor, Tensor]]:
@@ -359,9 +375,3 @@ class Simulation:
 
 def _device(data: FederatedData) -> torch.device:
     return data.x.device if isinstance(data.x, Tensor) else data.x.values.device
-
-
-def check_engine(name: str) -> None:
-    """Refuse an unknown engine."""
-    if name not in EXECUTORS:
-        raise HandspanError(f"unknown engine {name!r}: choose loop, stacked or auto")

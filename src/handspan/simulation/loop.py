@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,8 +13,11 @@ from torch import Tensor
 from handspan.core.algorithm import Phase, Stage, client_update
 from handspan.core.data import Batch, ClientData, Csr, FederatedData
 from handspan.core.records import Record, field_names, from_named, stack, take, to_named
-from handspan.simulation.plans import Block, StagePlan
+from handspan.simulation.plans import Block
 from handspan.simulation.tracing import Recorder
+
+
+_BUFFER = 1 << 24  # bytes of rows gathered at once for one client
 
 
 def select_fields(broadcast: Any, names: frozenset[str], change: Callable[[Any], Any]) -> Any:
@@ -35,7 +39,7 @@ class LoopExecutor:
         self.data = data
         self.per_row = per_row
         self.block_size = block_size
-        self._record = Recorder()
+        self.recorder = Recorder()
 
     def run(
         self, phase: Phase, broadcast: Any, clients: Any, about: ClientData, block: Block
@@ -66,60 +70,41 @@ class LoopExecutor:
         def batches(index: int, stage: Stage) -> Iterator[Batch]:
             return self._batches(stage, block, j, index, about)
 
-        recorded = tuple(
-            _with_step(stage, self._recorded(stage, (phase.name, index)))
+        stages = tuple(
+            stage if stage.sparse else _replayed(stage, (phase.name, index), self.recorder)
             for index, stage in enumerate(phase.stages)
         )
-        return client_update(_with_stages(phase, recorded), broadcast, client, about, batches)
-
-    def _recorded(self, stage: Stage, name: Any) -> Callable[[Any, Any, Batch], Any]:
-        """Return the step, replayed from a recording of its operations where it pays."""
-        structure: dict[str, Any] = {}
-
-        def step(broadcast: Any, working: Any, batch: Batch) -> Any:
-            leaves, spec = pytree.tree_flatten((broadcast, working, batch))
-
-            def flat(*leaves: Tensor) -> list[Tensor]:
-                outputs, structure["out"] = pytree.tree_flatten(
-                    stage.step(*pytree.tree_unflatten(leaves, spec))
-                )
-                return outputs
-
-            outputs = self._record((name, stage.step, str(spec)), flat, leaves)
-            # A step keeps the structure of its working state.
-            return pytree.tree_unflatten(outputs, pytree.tree_structure(working))
-
-        return stage.step if stage.sparse else step
+        phase = dataclasses.replace(phase, stages=stages)
+        return client_update(phase, broadcast, client, about, batches)
 
     def _batches(
         self, stage: Stage, block: Block, j: int, index: int, about: ClientData
     ) -> Iterator[Batch]:
-        plan = block.plans[index]
-        start = int(self.data.offsets[block.ids[j]])
-        base = int(self.data.span(stage.rows)[0][block.ids[j]])
-        fixed: Batch | None = None
-        for t in range(int(plan.num_steps[j])):
-            if fixed is None or not plan.is_constant:
-                fixed = self._gather(stage, plan, j, t, start, base, about)
-            yield take_key(fixed, plan.keys[j, t])
-
-    def _gather(
-        self,
-        stage: Stage,
-        plan: StagePlan,
-        j: int,
-        t: int,
-        start: int,
-        base: int,
-        about: ClientData,
-    ) -> Batch:
-        turn = 0 if plan.is_constant else t
-        rows = plan.rows[j, turn][plan.weight[j, turn]]
+        """Batches of one client, gathered for as many steps at once as fit a small buffer."""
+        plan, client = block.plans[index], block.ids[j]
+        start = int(self.data.offsets[client])
+        base = int(self.data.span(stage.rows)[0][client])
+        steps = int(plan.num_steps[j])
+        step_keys = plan.keys[j].unbind()
         if plan.is_constant:  # consecutive rows: a view instead of a copy
-            place: Any = slice(start + base, start + base + len(rows))
-        else:
-            place = (rows + start).to(self.data.offsets.device)
-        return make_batch(self.data, place, rows - base, stage.sparse, about.side)
+            count = int(plan.weight[j, 0].sum())
+            place = slice(start + base, start + base + count)
+            batch = make_batch(self.data, place, torch.arange(count), stage.sparse, about.side)
+            for t in range(steps):
+                yield _with_key(batch, step_keys[t])
+            return
+        lengths = plan.weight[j].sum(1).tolist()
+        width = max(1, self.data.num_bytes_of_rows(plan.rows.shape[2]))
+        together = max(1, _BUFFER // width)
+        for first in range(0, steps, together):
+            last = min(steps, first + together)
+            real = plan.weight[j, first:last]
+            rows = plan.rows[j, first:last][real]
+            joined = make_batch(self.data, rows + start, rows - base, stage.sparse, about.side)
+            at = 0
+            for t in range(first, last):
+                yield _part(joined, at, at + lengths[t], step_keys[t])
+                at += lengths[t]
 
     def _trim(self, client: Any, num: int) -> Any:
         return select_fields(client, self.per_row, lambda field: field[:num])
@@ -179,21 +164,67 @@ def _float_type(data: FederatedData) -> torch.dtype:
     return torch.float32
 
 
-def take_key(batch: Batch, k: Tensor) -> Batch:
+def _with_key(batch: Batch, k: Tensor) -> Batch:
     """Return the same rows with the key of another step."""
-    return Batch(x=batch.x, y=batch.y, weight=batch.weight, key=k, rows=batch.rows, side=batch.side)
+    return dataclasses.replace(batch, key=k)
 
 
-def _with_step(stage: Stage, step: Callable[[Any, Any, Any], Any]) -> Stage:
-    import dataclasses
+def _part(batch: Batch, first: int, last: int, k: Tensor) -> Batch:
+    """Rows first to last of a gathered batch."""
+    if isinstance(batch.x, Csr):
+        x: Any = batch.x.select(torch.arange(first, last))
+    else:
+        x = batch.x[first:last]
+    return Batch(
+        x=x,
+        y=None if batch.y is None else batch.y[first:last],
+        weight=batch.weight[first:last],
+        key=k,
+        rows=batch.rows[first:last],
+        side=batch.side,
+    )
 
-    return dataclasses.replace(stage, step=step)
+
+class _Flat:
+    """A working record kept as flat tensors while a stage's steps are replayed."""
+
+    def __init__(self, leaves: list[Tensor], spec: Any) -> None:
+        self.leaves = leaves
+        self.spec = spec
+
+    def record(self) -> Any:
+        return pytree.tree_unflatten(self.leaves, self.spec)
 
 
-def _with_stages(phase: Phase, stages: tuple[Stage, ...]) -> Phase:
-    import dataclasses
+def _replayed(stage: Stage, name: Any, recorder: Recorder) -> Stage:
+    """Return the stage with its step replayed from a recording where that pays."""
+    shared: list[Any] = []  # the broadcast is the same in all steps: flattened once
 
-    return dataclasses.replace(phase, stages=stages)
+    def step(broadcast: Any, working: Any, batch: Batch) -> _Flat:
+        if not isinstance(working, _Flat):
+            working = _Flat(*pytree.tree_flatten(working))
+            shared[:] = pytree.tree_flatten(broadcast)
+        fields = [batch.x, batch.y, batch.weight, batch.key, batch.rows, batch.side]
+        given = [field for field in fields if field is not None]
+        first = len(shared[0])
+        second = first + len(working.leaves)
+
+        def flat(*leaves: Tensor) -> list[Tensor]:
+            new = stage.step(
+                pytree.tree_unflatten(leaves[:first], shared[1]),
+                pytree.tree_unflatten(leaves[first:second], working.spec),
+                pytree.tree_unflatten(leaves[second:], pytree.tree_structure(batch)),
+            )
+            return pytree.tree_flatten(new)[0]
+
+        leaves = [*shared[0], *working.leaves, *given]
+        return _Flat(recorder((name, stage.step), flat, leaves), working.spec)
+
+    def finish(broadcast: Any, working: Any) -> Any:
+        working = working.record() if isinstance(working, _Flat) else working
+        return working if stage.finish is None else stage.finish(broadcast, working)
+
+    return dataclasses.replace(stage, step=step, finish=finish)
 
 
 class WireExecutor(LoopExecutor):

@@ -58,6 +58,7 @@ class Block:
     ids: Tensor
     num: Tensor  # (c,) training rows
     plans: tuple[StagePlan, ...]
+    longest: int  # training rows of the longest client that shares the padded shape
 
 
 def batch_rows(stage: Stage, num: Tensor) -> Tensor:
@@ -172,4 +173,4 @@ def blocks(
                     zip(phase.stages, spans, widths, strict=True)
                 )
             )
-            yield Block(part, data.num_train[part], plans)
+            yield Block(part, data.num_train[part], plans, int(data.num_train[members].max()))

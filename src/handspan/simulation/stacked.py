@@ -16,7 +16,7 @@ from torch import Tensor
 from handspan.core.algorithm import Phase, Stage
 from handspan.core.data import Batch, ClientData, Csr, FederatedData
 from handspan.core.errors import HandspanError
-from handspan.core.records import concatenate, field_names, map_tensors, take
+from handspan.core.records import field_names, map_tensors, take
 from handspan.simulation.plans import Block, StagePlan, groups
 from handspan.simulation.tracing import Recorder
 
@@ -30,7 +30,7 @@ class StackedExecutor:
         self.data = data
         self.per_row = per_row
         self.block_size = block_size
-        self._record = Recorder()
+        self.recorder = Recorder()
 
     def run(
         self, phase: Phase, broadcast: Any, clients: Any, about: ClientData, block: Block
@@ -39,11 +39,13 @@ class StackedExecutor:
         size = len(block.ids)
         if size == 1:  # some kernels take another path for a single client: run it twice
             pair = torch.tensor([0, 0])
-            twice = Block(block.ids[pair], block.num[pair], tuple(map(_twice, block.plans)))
+            plans = tuple(map(_twice, block.plans))
+            twice = Block(block.ids[pair], block.num[pair], plans, block.longest)
             copies = (select_axis(broadcast, phase.per_client, pair), take(clients, pair))
             states, uploads = self.run(phase, *copies, take(about, pair), twice)
             return take(states, slice(1)), None if uploads is None else take(uploads, slice(1))
         broadcast = expand(broadcast, phase.unbatched | phase.per_client, size)
+        clients = _fit_rows(clients, self.per_row, block.longest)
         mapped = self._mapper(phase.unbatched)
         working = mapped(phase.begin, broadcast, clients, about)
         for index, stage in enumerate(phase.stages):
@@ -91,43 +93,23 @@ class StackedExecutor:
             about = take(about, order)
         start = self.data.offsets[block.ids[order]]
         counts = plan.num_steps.tolist()
-        done: list[Any] = []
-        constant: Batch | None = None
+        step = _Step(phase, stage, index, broadcast, working, self.recorder)
+        done: list[list[Tensor]] = []
+        batch: Batch | None = None
         size = len(counts)
         for t in range(plan.steps):
             active = sum(count > t for count in counts)
             needed = _round_up(active, len(counts))
             if needed < size:
-                done.append(take(working, slice(needed, size)))
-                working, size, constant = take(working, slice(needed)), needed, None
-            if constant is None or not plan.is_constant:
-                constant = self._gather(plan, t, start, size, about)
-            batch = _with_key(constant, plan.keys[:size, t])
-            current = (
-                broadcast
-                if size == len(counts)
-                else select_axis(broadcast, None, slice(size), phase.unbatched)
-            )
-            new = self._step(phase, stage, index, current, working, batch)
-            working = new if active == size else _keep(new, working, active)
-        working = concatenate([working, *reversed(done)])
+                done.append(step.narrow(needed))
+                size, batch = needed, None
+            if batch is None or not plan.is_constant:
+                batch = self._gather(plan, t, start, size, about)
+            step.run(batch, plan.keys[:size, t].to(batch.weight.device), active)
+        for finished in reversed(done):
+            step.leaves = [torch.cat(pair) for pair in zip(step.leaves, finished, strict=True)]
+        working = step.working()
         return working if in_order else take(working, order.argsort())
-
-    def _step(
-        self, phase: Phase, stage: Stage, index: int, broadcast: Any, working: Any, batch: Batch
-    ) -> Any:
-        leaves, dims, spec = _flatten(broadcast, phase.unbatched, (working, batch))
-        out_spec = pytree.tree_structure(working)
-
-        def flat(*leaves: Tensor) -> list[Tensor]:
-            outputs, out = pytree.tree_flatten(stage.step(*pytree.tree_unflatten(leaves, spec)))
-            if out != out_spec:
-                raise TypeError(f"a step of phase {phase.name!r} changed its working record")
-            return outputs
-
-        mapped = torch.vmap(flat, in_dims=dims, randomness="error")
-        outputs = self._record((phase.name, index, stage.step, str(spec)), mapped, leaves)
-        return pytree.tree_unflatten(outputs, out_spec)
 
     def _gather(
         self, plan: StagePlan, t: int, start: Tensor, size: int, about: ClientData
@@ -176,6 +158,67 @@ class StackedExecutor:
         return _in_order(parts, count)
 
 
+class _Step:
+    """A stage's step on a block, with the working state kept as flat tensors between steps."""
+
+    def __init__(
+        self,
+        phase: Phase,
+        stage: Stage,
+        index: int,
+        broadcast: Any,
+        working: Any,
+        recorder: Recorder,
+    ) -> None:
+        shared, dims, self._broadcast_spec = _flatten(broadcast, phase.unbatched, ())
+        self._shared, self._shared_dims = shared, dims
+        self.leaves, self._working_spec = pytree.tree_flatten(working)
+        self._batch_spec: Any = None
+        self._stage, self._recorder = stage, recorder
+        self._name = (phase.name, index, stage.step)
+
+    def run(self, batch: Batch, key: Tensor, active: int) -> None:
+        """Step all clients; those behind the first ``active`` keep their state."""
+        fields = [batch.x, batch.y, batch.weight, key, batch.rows, batch.side]
+        given = [field for field in fields if field is not None]
+        if self._batch_spec is None:
+            self._batch_spec = pytree.tree_structure(batch)
+            dims = (*self._shared_dims, *[0] * (len(self.leaves) + len(given)))
+            self._mapped = torch.vmap(self._flat, in_dims=dims, randomness="error")
+        new = self._recorder(self._name, self._mapped, [*self._shared, *self.leaves, *given])
+        if active < len(key):
+            new = [
+                torch.cat([a[:active], b[active:]]) for a, b in zip(new, self.leaves, strict=True)
+            ]
+        self.leaves = new
+
+    def _flat(self, *leaves: Tensor) -> list[Tensor]:
+        first, second = len(self._shared), len(self._shared) + len(self.leaves)
+        working = self._stage.step(
+            pytree.tree_unflatten(leaves[:first], self._broadcast_spec)[0],
+            pytree.tree_unflatten(leaves[first:second], self._working_spec),
+            pytree.tree_unflatten(leaves[second:], self._batch_spec),
+        )
+        outputs, spec = pytree.tree_flatten(working)
+        if spec != self._working_spec:
+            raise TypeError(f"a step of phase {self._name[0]!r} changed its working record")
+        return outputs
+
+    def narrow(self, size: int) -> list[Tensor]:
+        """Go on with the first clients only; returns the state of the others."""
+        rest = [leaf[size:] for leaf in self.leaves]
+        self.leaves = [leaf[:size] for leaf in self.leaves]
+        self._shared = [
+            leaf if dim is None else leaf[:size]
+            for leaf, dim in zip(self._shared, self._shared_dims, strict=True)
+        ]
+        return rest
+
+    def working(self) -> Any:
+        """Return the working record."""
+        return pytree.tree_unflatten(self.leaves, self._working_spec)
+
+
 def gather(data: FederatedData, index: Tensor) -> tuple[Tensor, Tensor | None]:
     """Rows of the store at ``index`` (c, width), dense."""
     flat = index.flatten()
@@ -222,6 +265,21 @@ def _change(broadcast: Any, change: Callable[[str, Any], Any]) -> Any:
     )
 
 
+def _fit_rows(clients: Any, per_row: frozenset[str], longest: int) -> Any:
+    """Give per-row fields the padded width that the plans of their block have."""
+
+    def fit(rows: Tensor) -> Tensor:
+        missing = longest - rows.shape[1]
+        if missing <= 0:
+            return rows[:, :longest]
+        return torch.cat([rows, rows.new_zeros(len(rows), missing, *rows.shape[2:])], dim=1)
+
+    named = per_row & set(field_names(type(clients)))
+    if not named:
+        return clients
+    return _change(clients, lambda name, value: fit(value) if name in named else value)
+
+
 def _flatten(
     broadcast: Any, unbatched: frozenset[str], arguments: tuple[Any, ...]
 ) -> tuple[list[Any], tuple[int | None, ...], Any]:
@@ -245,22 +303,6 @@ def _round_up(active: int, size: int) -> int:
     while needed < active:
         needed *= 2
     return min(needed, size)
-
-
-def _keep(new: Any, old: Any, active: int) -> Any:
-    """Take the step for the first ``active`` clients only."""
-    return map_tensors(lambda a, b: torch.cat([a[:active], b[active:]]), new, old)
-
-
-def _with_key(batch: Batch, k: Tensor) -> Batch:
-    return Batch(
-        x=batch.x,
-        y=batch.y,
-        weight=batch.weight,
-        key=k.to(batch.weight.device),
-        rows=batch.rows.to(batch.weight.device),
-        side=batch.side,
-    )
 
 
 def _weight_type(data: FederatedData, x: Tensor) -> torch.dtype:

@@ -7,6 +7,7 @@ visible to others only when the round is committed.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -45,14 +46,20 @@ class ClientStore:
         self._num = num_rows
         self._start = num_rows.cumsum(0) - num_rows
         self._per_row = per_row
-        self._like = take(init(torch.tensor([0])), 0)
+        self.template = take(init(torch.tensor([0])), 0)
         self._folder = folder
         self._staged: list[tuple[Tensor, Params]] = []
         self._staged_at = torch.full((len(num_rows),), -1)
-        self.written = torch.zeros(len(num_rows), dtype=torch.bool)
+        self._committed = 0
+        self.written = self._allocate("written", torch.zeros((), dtype=torch.bool))
         self._fields = {
-            name: self._allocate(name, value) for name, value in to_named(self._like).items()
+            name: self._allocate(name, value) for name, value in to_named(self.template).items()
         }
+
+    @property
+    def is_on_disk(self) -> bool:
+        """Whether the records live in files mapped into memory."""
+        return self._folder is not None
 
     def _is_per_row(self, name: str) -> bool:
         return name.split(":")[0].split("/")[0] in self._per_row
@@ -74,11 +81,11 @@ class ClientStore:
     def read(self, ids: Tensor) -> Any:
         """Records of the given clients, staged changes included; per-row fields padded."""
         named = self._gather(ids)
-        return from_named(self._like, self._map_per_row(named, ids, self._pad))
+        return from_named(self.template, self._map_per_row(named, ids, self._pad))
 
     def read_flat(self, ids: Tensor) -> Any:
         """Records of the given clients with their per-row fields joined, client after client."""
-        return from_named(self._like, self._gather(ids))
+        return from_named(self.template, self._gather(ids))
 
     def stage(self, ids: Tensor, records: Record) -> None:
         """Note new records of the given clients; ``commit`` makes them the stored ones."""
@@ -149,21 +156,62 @@ class ClientStore:
     def _unpad(padded: Tensor, num: Tensor) -> Tensor:
         return padded[_real(num, padded.shape[1]).to(padded.device)]
 
-    def staged(self) -> list[tuple[Tensor, Params]]:
-        """Return what the next commit will write, in order."""
-        return self._staged
-
     def commit(self) -> None:
-        """Write what was staged."""
-        for ids, named in self._staged:
-            self.write(ids, named)
-        self.discard()
+        """Make what was staged the stored records.
+
+        On disk they wait in memory for the next checkpoint, so that the files never run ahead
+        of the server's record.
+        """
+        self._committed = len(self._staged)
+        if not self.is_on_disk:
+            self._write_staged()
 
     def discard(self) -> None:
-        """Forget what was staged."""
+        """Forget what was staged since the last commit."""
         for ids, _ in self._staged:
             self._staged_at[ids] = -1
-        self._staged = []
+        self._staged = self._staged[: self._committed]
+        for part, (ids, _) in enumerate(self._staged):
+            self._staged_at[ids] = part
+
+    def _write_staged(self) -> None:
+        for ids, named in self._staged:
+            self.write(ids, named)
+            self._staged_at[ids] = -1
+        self._staged, self._committed = [], 0
+
+    def flush(self, journal: Path, server: Params, progress: dict[str, Any]) -> None:
+        """Bring committed records to disk: one rename of the journal commits, then it is applied.
+
+        A journal that is found at the next start is applied again, which changes nothing.
+        """
+        from handspan.runs import pack, write
+
+        named = dict(server)
+        for part, (ids, values) in enumerate(self._staged):
+            named[f"journal/{part:06d}/ids"] = ids
+            named.update({f"journal/{part:06d}/row/{k}": v for k, v in values.items()})
+        write(journal, pack(named, progress), mode=0o600)
+        self._write_staged()
+        self._sync()
+
+    def apply(self, named: Params) -> None:
+        """Write the records of a journal."""
+        for name in sorted(name for name in named if name.endswith("/ids")):
+            prefix = name.removesuffix("ids") + "row/"
+            rows = {k.removeprefix(prefix): v for k, v in named.items() if k.startswith(prefix)}
+            self.write(named[name], rows)
+        self._sync()
+
+    def _sync(self) -> None:
+        """Wait until the mapped files have reached the disk."""
+        assert self._folder is not None
+        for path in self._folder.iterdir():
+            descriptor = os.open(path, os.O_RDWR)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
 
     def write(self, ids: Tensor, named: Params) -> None:
         """Write records in their flat wire form; repeating it changes nothing."""

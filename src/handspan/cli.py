@@ -1,0 +1,258 @@
+"""The command line: ``handspan run``, ``compare``, ``list``, ``adapt``, ``predict``, ``export``."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from handspan import __version__
+from handspan.core.errors import HandspanError
+
+app = typer.Typer(
+    name="handspan",
+    help="Personalised federated learning: personal models from a shared span.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+
+
+def _option(help: str, *names: str) -> Any:
+    return typer.Option(*names, help=help, show_default=False)
+
+
+Data = Annotated[str | None, _option("digits, or a FILE.npz (default digits)")]
+Partition = Annotated[
+    str | None,
+    _option("iid, dirichlet:ALPHA[:MIN], shards:S[:exact], permuted:G, natural[:FIELD]"),
+]
+Clients = Annotated[str | None, _option("number of clients (default 100)")]
+Rounds = Annotated[str | None, _option("communication rounds (default 100)")]
+Cohort = Annotated[str | None, _option("clients a round: 0.2 a share, 20 a count (default 0.2)")]
+Model = Annotated[str | None, _option("mlp, cnn, linear, ... or FILE.py:function (default mlp)")]
+Seed = Annotated[str | None, _option("seed of everything (default 0)")]
+Steps = Annotated[str | None, _option("gradient steps a client and round (default 15)")]
+Epochs = Annotated[str | None, _option("passes over the rows instead of steps")]
+BatchSize = Annotated[str | None, _option("rows of a batch, or all (default 32)")]
+Lr = Annotated[str | None, _option("local step size (default 0.1)", "--lr")]
+Momentum = Annotated[str | None, _option("momentum of the local SGD")]
+WeightDecay = Annotated[str | None, _option("weight decay of the local SGD")]
+Nesterov = Annotated[bool | None, _option("Nesterov momentum", "--nesterov")]
+Schedule = Annotated[str | None, _option("constant, exponential or cosine")]
+Decay = Annotated[str | None, _option("factor a round of the exponential schedule")]
+Metrics = Annotated[str | None, _option("metrics, by commas; the first one leads")]
+Task = Annotated[str | None, _option("auto, classification or regression")]
+KeepTest = Annotated[bool | None, _option("keep the source's own test rows", "--keep-test")]
+Holdout = Annotated[str | None, _option("clients served as new ones at the end")]
+EvalEvery = Annotated[str | None, _option("rounds between evaluations (default 10)")]
+Engine = Annotated[str | None, _option("auto, loop or stacked (default auto)")]
+BlockSize = Annotated[str | None, _option("clients per block of the stacked engine")]
+Device = Annotated[str | None, _option("auto, cpu or cuda (default auto)")]
+Dtype = Annotated[str | None, _option("float32 or float64")]
+Threads = Annotated[str | None, _option("threads of the tensor operations")]
+Store = Annotated[str | None, _option("where private records live: memory or disk")]
+Settings = Annotated[list[str] | None, _option("setting of the method, key=value", "--set")]
+Config = Annotated[str | None, _option("options from a TOML file; those given here go first")]
+Out = Annotated[str | None, _option("folder for the results")]
+Resume = Annotated[bool, _option("go on with what is in --out", "--resume")]
+Verbose = Annotated[bool, _option("tell which engine was chosen, and why", "--verbose")]
+
+
+def _collect(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Options and method settings: those of the TOML file, overruled by the command line."""
+    from handspan.options import read_toml
+
+    values = dict(values)
+    config = values.pop("config", None)
+    given: dict[str, Any] = {}
+    for text in values.pop("settings", None) or []:
+        key, separator, value = text.partition("=")
+        if not separator or not key.strip():
+            raise HandspanError(f"--set {text!r} is no setting: write --set key=value")
+        given[key.strip()] = value.strip()
+    options, settings = read_toml(config) if config else ({}, {})
+    options = {("learning_rate" if k == "lr" else k.replace("-", "_")): v
+               for k, v in options.items()}
+    told = {("learning_rate" if k == "lr" else k): v for k, v in values.items() if v is not None}
+    if "steps" in told:
+        options.pop("epochs", None)
+    if "epochs" in told:
+        options.pop("steps", None)
+    return {**options, **told}, {**settings, **given}
+
+
+@app.command()
+def run(
+    method: Annotated[str, typer.Argument(help="name[+ft][:key=value...], such as ifca:k=20")],
+    data: Data = None,
+    partition: Partition = None,
+    clients: Clients = None,
+    rounds: Rounds = None,
+    cohort: Cohort = None,
+    model: Model = None,
+    seed: Seed = None,
+    out: Out = None,
+    resume: Resume = False,
+    settings: Settings = None,
+    config: Config = None,
+    steps: Steps = None,
+    epochs: Epochs = None,
+    batch_size: BatchSize = None,
+    lr: Lr = None,
+    momentum: Momentum = None,
+    nesterov: Nesterov = None,
+    weight_decay: WeightDecay = None,
+    schedule: Schedule = None,
+    decay: Decay = None,
+    metrics: Metrics = None,
+    task: Task = None,
+    keep_test: KeepTest = None,
+    holdout_clients: Holdout = None,
+    eval_every: EvalEvery = None,
+    engine: Engine = None,
+    block_size: BlockSize = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    threads: Threads = None,
+    store: Store = None,
+    verbose: Verbose = False,
+) -> None:
+    """Train one method and evaluate it."""
+    values = {k: v for k, v in locals().items() if k not in ("method", "out", "resume", "verbose")}
+    from handspan.commands import run_method
+
+    run_method(method, *_collect(values), out=out, resume=resume, verbose=verbose)
+
+
+@app.command()
+def compare(
+    methods: Annotated[str, typer.Argument(help="methods, by commas")],
+    seeds: Annotated[int, _option("seeds: seed, seed+1, ... (default 3)")] = 3,
+    data: Data = None,
+    partition: Partition = None,
+    clients: Clients = None,
+    rounds: Rounds = None,
+    cohort: Cohort = None,
+    model: Model = None,
+    seed: Seed = None,
+    out: Out = None,
+    settings: Settings = None,
+    config: Config = None,
+    steps: Steps = None,
+    epochs: Epochs = None,
+    batch_size: BatchSize = None,
+    lr: Lr = None,
+    momentum: Momentum = None,
+    nesterov: Nesterov = None,
+    weight_decay: WeightDecay = None,
+    schedule: Schedule = None,
+    decay: Decay = None,
+    metrics: Metrics = None,
+    task: Task = None,
+    keep_test: KeepTest = None,
+    holdout_clients: Holdout = None,
+    eval_every: EvalEvery = None,
+    engine: Engine = None,
+    block_size: BlockSize = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    threads: Threads = None,
+) -> None:
+    """Run several methods with several seeds on the same terms; prints one table."""
+    values = {k: v for k, v in locals().items() if k not in ("methods", "seeds", "out")}
+    from handspan.commands import compare_methods
+
+    compare_methods(methods.split(","), *_collect(values), seeds=seeds, out=out)
+
+
+@app.command("list")
+def list_methods() -> None:
+    """List all methods, and what leaves a client."""
+    from handspan.commands import list_all
+
+    list_all()
+
+
+@app.command()
+def adapt(
+    folder: Annotated[str, typer.Argument(metavar="RUN", help="folder of a finished run")],
+    data: Annotated[str, typer.Option(help="FILE.npz with x, y of the new clients")],
+    steps: Annotated[int | None, _option("steps of the fit")] = None,
+    out: Annotated[str | None, _option("write the table of new clients as parquet")] = None,
+) -> None:
+    """Serve new clients: fit their private part, score them on rows kept aside."""
+    from handspan.commands import adapt_clients
+
+    adapt_clients(folder, data, steps=steps, out=out)
+
+
+@app.command()
+def predict(
+    folder: Annotated[str, typer.Argument(metavar="RUN", help="folder of a finished run")],
+    client: Annotated[int, typer.Option(help="number of the client")],
+    data: Annotated[str, typer.Option(help="FILE.npz with rows x")],
+    out: Annotated[str, typer.Option(help="predictions, as parquet")],
+) -> None:
+    """Predict rows with the model of one client."""
+    from handspan.commands import predict_rows
+
+    predict_rows(folder, client, data, out)
+
+
+@app.command()
+def export(
+    folder: Annotated[str, typer.Argument(metavar="RUN", help="folder of a finished run")],
+    client: Annotated[int, typer.Option(help="number of the client")],
+    to: Annotated[str, typer.Option(help="FILE.safetensors for the model")],
+) -> None:
+    """Write the model of one client as safetensors."""
+    from handspan.commands import export_model
+
+    export_model(folder, client, to)
+
+
+def _version(value: bool) -> None:
+    if value:
+        typer.echo(f"handspan {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="print the version")
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Entry point: a mistake is told in one sentence, with exit code 2."""
+    try:
+        app()
+    except HandspanError as error:
+        _tell(str(error))
+    except BrokenPipeError:
+        sys.stderr.close()
+        sys.exit(1)
+    except KeyboardInterrupt:
+        print("interrupted; go on with --resume", file=sys.stderr)
+        sys.exit(130)
+    except MemoryError:
+        _tell("not enough memory: lower --clients, --block-size or use --store disk")
+    except OSError as error:
+        where = f" {error.filename}" if error.filename else ""
+        _tell(f"cannot read or write{where}: {error.strerror or error}")
+
+
+def _tell(message: str) -> None:
+    print(f"handspan: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

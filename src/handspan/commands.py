@@ -1,0 +1,257 @@
+"""What the commands of the command line do, once their options have been read."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from handspan import comparison, fitting
+from handspan.core.errors import HandspanError
+from handspan.options import DataOptions, TrainingOptions, from_values
+from handspan.registry import parse
+from handspan.report.tables import comparison_table, lead, method_table
+from handspan.result import Result
+from handspan.runs import RunFolder, write
+
+console = Console()
+
+
+def _training_values(training: TrainingOptions) -> dict[str, Any]:
+    return {name: getattr(training, name) for name in training.__dataclass_fields__}
+
+
+@contextmanager
+def _bar() -> Any:
+    """Progress on a terminal; silence elsewhere."""
+    with Progress(
+        TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[status]}"),
+        TimeRemainingColumn(), console=console, transient=True,
+        disable=not sys.stderr.isatty() or not sys.stdout.isatty(),
+    ) as progress:
+        def follow(description: str) -> Any:
+            import time
+
+            task = progress.add_task(description, total=None, status="")
+            begin: list[tuple[float, int]] = []
+
+            def tell(done: int, total: int, latest: dict[str, Any]) -> None:
+                if not begin:
+                    begin.append((time.perf_counter(), done))
+                elapsed = time.perf_counter() - begin[0][0]
+                rate = (done - begin[0][1]) / elapsed if elapsed > 0 else 0.0
+                score = latest.get(lead(latest)) if latest else None
+                text = f"round {done}/{total}, {rate:.1f} rounds/s"
+                if score is not None:
+                    text += f", {lead(latest).removesuffix('_mean')} {score:.3f}"
+                progress.update(task, completed=done, total=total, status=text)
+                if done >= total:
+                    progress.remove_task(task)
+
+            return tell
+
+        yield follow
+
+
+def run_method(
+    method: str,
+    options: dict[str, Any],
+    settings: dict[str, Any],
+    *,
+    out: str | None,
+    resume: bool,
+    verbose: bool,
+) -> None:
+    """``handspan run``."""
+    data_options, training = from_values(options)
+    spec = parse(method, settings)
+    if resume and out is None:
+        raise HandspanError("--resume needs --out: which run should go on?")
+    if out is not None and not resume:
+        _refuse_existing(out)
+    data, held_out = fitting.open_data(data_options, training.seed, spec.method.problem)
+    _remarks(data)
+    with _bar() as follow:
+        result = fitting.fit(
+            method, data, held_out=held_out, out=out, resume=resume, settings=settings,
+            data_options=data_options, progress=follow(method), **_training_values(training),
+        )
+    if verbose:
+        _tell_choice(result)
+    console.print(comparison_table([result.summary], _title(data_options, result.summary)))
+    if out is not None:
+        console.print(f"results in {out}")
+
+
+def _refuse_existing(out: str) -> None:
+    path = Path(out)
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise HandspanError(f"{out} exists already: go on with --resume, or choose another --out")
+
+
+def _remarks(data: Any) -> None:
+    for remark in data.info.get("remarks", []):
+        console.print(f"note: {remark}")
+
+
+def _tell_choice(result: Result) -> None:
+    for name, milliseconds in result.choice.milliseconds:
+        console.print(f"  {name}: {milliseconds:.2f} ms a client and round")
+    console.print(f"engine: {result.choice}")
+
+
+def _title(options: DataOptions, summary: dict[str, Any]) -> str:
+    return (
+        f"{options.data}, {options.partition}, {summary['num_clients']} clients, "
+        f"{summary['rounds']} rounds, data {summary['fingerprint']}"
+    )
+
+
+def compare_methods(
+    methods: list[str],
+    options: dict[str, Any],
+    settings: dict[str, Any],
+    *,
+    seeds: int,
+    out: str | None,
+) -> None:
+    """``handspan compare``."""
+    data_options, training = from_values(options)
+    values = _training_values(training)
+    seed = values.pop("seed")
+    opened: dict[tuple[int, str], Any] = {}
+
+    def data(current: int, problem: str) -> Any:
+        if (current, problem) not in opened:
+            opened.clear()
+            opened[current, problem] = fitting.open_data(data_options, current, problem)
+        return opened[current, problem]
+
+    for text in methods:
+        parse(text)
+    _remarks(data(seed, parse(methods[0]).method.problem)[0])
+    with _bar() as follow:
+        rows = comparison.compare(
+            methods, data, seeds=seeds, seed=seed, out=out, settings=settings,
+            data_options=data_options,
+            progress=lambda text, current: follow(f"{text} (seed {current})"), **values,
+        )
+    console.print(comparison_table(rows, f"{_title(data_options, rows[0])}, {seeds} seeds"))
+    if out is not None:
+        console.print(f"results in {Path(out) / 'comparison.json'}")
+
+
+def list_all() -> None:
+    """``handspan list``."""
+    console.print(method_table())
+
+
+def _arrays(path: str, *names: str) -> dict[str, np.ndarray]:
+    """Named arrays of an npz file."""
+    if not Path(path).is_file():
+        raise HandspanError(f"there is no file {path}")
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            found = {name: file[name] for name in file.files}
+    except (OSError, ValueError, EOFError, KeyError) as error:
+        raise HandspanError(f"{path} is no readable npz file: {error}") from None
+    except Exception as error:  # zipfile raises its own kinds
+        raise HandspanError(f"{path} is damaged: {error}") from None
+    for name in names:
+        if name not in found:
+            raise HandspanError(f"{path} has no array {name!r}; it has {', '.join(sorted(found))}")
+    return found
+
+
+def _open(folder: str) -> Result:
+    if not RunFolder(folder).summary_path.exists():
+        RunFolder(folder).config()  # tells what is wrong with the folder, if anything
+        raise HandspanError(f"{folder} has not finished: go on with handspan run --resume")
+    return fitting.load(folder)
+
+
+def adapt_clients(folder: str, data: str, *, steps: int | None, out: str | None) -> None:
+    """``handspan adapt``."""
+    arrays = _arrays(data, "x", "y")
+    result = _open(folder)
+    scores = new_clients(result, arrays, steps)
+    name = result.problem.metrics[0].name
+    values = [value for value in scores[name] if value is not None]
+    for column in range(len(scores["client"])):
+        score = scores[name][column]
+        told = "no rows to score" if score is None else f"{name} {score:.4f}"
+        console.print(f"client {scores['client'][column]}: {scores['num_train'][column]} rows, {told}")
+    if values:
+        console.print(f"mean {name} {sum(values) / len(values):.4f} over {len(values)} new clients")
+    if out is not None:
+        _write_table(out, scores)
+
+
+def new_clients(
+    result: Result, arrays: dict[str, np.ndarray], steps: int | None
+) -> dict[str, list[Any]]:
+    """Adapt to each client of a file; every fourth row is kept aside to score it."""
+    x, y = arrays["x"], arrays["y"]
+    if len(x) != len(y):
+        raise HandspanError(f"x has {len(x)} rows and y {len(y)}")
+    client = arrays.get("client", np.zeros(len(x), dtype=np.int64))
+    if len(client) != len(x):
+        raise HandspanError(f"x has {len(x)} rows and client {len(client)}")
+    metric = result.problem.metrics[0]
+    table: dict[str, list[Any]] = {"client": [], "num_train": [], metric.name: []}
+    for position, name in enumerate(np.unique(client)):
+        rows = np.flatnonzero(client == name)
+        test = rows[3::4]
+        train = np.setdiff1d(rows, test)
+        side = arrays["side"][position] if "side" in arrays else None
+        adapted = result.adapt(x[train], y[train], side=side, steps=steps)
+        table["client"].append(name.item())
+        table["num_train"].append(len(train))
+        table[metric.name].append(
+            metric.pooled(adapted.predict(x[test]), torch.as_tensor(y[test])) if len(test) else None
+        )
+    return table
+
+
+def predict_rows(folder: str, client: int, data: str, out: str) -> None:
+    """``handspan predict``."""
+    arrays = _arrays(data, "x")
+    result = _open(folder)
+    outputs = result.predict(client, arrays["x"]).cpu()
+    columns: dict[str, Any] = {}
+    if result.problem.data.num_classes:
+        columns["label"] = outputs.argmax(1).numpy()
+        for label, share in enumerate(outputs.softmax(1).T):
+            columns[f"probability_{label}"] = share.numpy()
+    else:
+        for index, values in enumerate(outputs.reshape(len(outputs), -1).T):
+            columns[f"value_{index}"] = values.numpy()
+    _write_table(out, columns)
+    console.print(f"{len(outputs)} predictions in {out}")
+
+
+def export_model(folder: str, client: int, to: str) -> None:
+    """``handspan export``."""
+    from safetensors.torch import save
+
+    model = _open(folder).personal_model(client)
+    tensors = {k: v.detach().cpu().contiguous() for k, v in {**model.params, **model.buffers}.items()}
+    write(Path(to), save(tensors), mode=0o600)
+    console.print(f"model of client {client} in {to}: {', '.join(tensors)}")
+
+
+def _write_table(path: str, columns: dict[str, Any]) -> None:
+    import io
+
+    import pyarrow
+    import pyarrow.parquet
+
+    sink = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.table(columns), sink)
+    write(Path(path), sink.getvalue())

@@ -1,0 +1,222 @@
+"""What a run leaves in your hands: scores, models of single clients, and service for new ones."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from handspan.core import keys
+from handspan.core.algorithm import Model
+from handspan.core.data import FederatedData
+from handspan.core.errors import HandspanError
+from handspan.core.federation import RunState
+from handspan.core.records import take
+from handspan.simulation.engine import EngineChoice, num_threads
+from handspan.simulation.federation import Simulation
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptedClient:
+    """A client that took no part in training, with its fitted model.
+
+    Attributes
+    ----------
+    model
+        Its parameters.
+    """
+
+    model: Model
+    _task: Any
+    _transform: Any
+    _side: Tensor | None
+
+    def predict(self, x: Any) -> Tensor:
+        """Outputs for rows given as they stand in the source."""
+        rows = self._transform(x)
+        with torch.no_grad():
+            return self._task.predict(self.model.params, self.model.buffers, rows, self._side)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """A finished (or interrupted) run.
+
+    Attributes
+    ----------
+    summary
+        Scores and costs, as in ``summary.json``.
+    history
+        One entry per evaluation.
+    clients
+        One column per score, one entry per client.
+    state, simulation, problem, choice, config
+        The run itself, for those who go on with it.
+    """
+
+    summary: dict[str, Any]
+    history: list[dict[str, Any]]
+    clients: dict[str, Any]
+    state: RunState
+    simulation: Simulation
+    problem: Any
+    choice: EngineChoice
+    config: dict[str, Any]
+
+    def __repr__(self) -> str:
+        lead = next(
+            (k for k in self.summary if k.startswith("personal_") and k.endswith("_mean")), None
+        )
+        score = "" if lead is None or self.summary[lead] is None else (
+            f", {lead} {self.summary[lead]:.4f}"
+        )
+        return f"Result({self.summary['method']!r}, {self.summary['rounds']} rounds{score})"
+
+    def personal_model(self, client: int) -> Model:
+        """Parameters of the model that serves a client."""
+        self._check(client)
+        return self._served(self.simulation, client)
+
+    def predict(self, client: int, x: Any) -> Tensor:
+        """Outputs of a client's model for rows given as they stand in the source."""
+        model = self.personal_model(client)
+        side = self.problem.data.side
+        with num_threads(self.choice.threads), torch.no_grad():
+            return self.problem.task.predict(
+                model.params, model.buffers, self.transform(x),
+                None if side is None else side[client],
+            )
+
+    def transform(self, x: Any) -> Tensor:
+        """Scale rows as the training rows were scaled."""
+        from handspan.data import apply_transform
+
+        if isinstance(x, Tensor) and not self.problem.data.info:
+            rows = x
+        else:
+            rows = apply_transform(self.problem.data.info, np.asarray(x))
+        if tuple(rows.shape[1:]) != self.problem.data.row_shape:
+            raise HandspanError(
+                f"rows of shape {tuple(rows.shape[1:])} do not fit: the run has "
+                f"{self.problem.data.row_shape}"
+            )
+        dtype = self.problem.setting.dtype if rows.is_floating_point() else rows.dtype
+        return rows.to(self.problem.setting.device, dtype)
+
+    def adapt(
+        self, x: Any, y: Any, *, side: Any = None, steps: int | None = None
+    ) -> AdaptedClient:
+        """Fit a new client's private part on its rows; the shared part stays as it is.
+
+        Parameters
+        ----------
+        x, y
+            The client's rows and labels, as they stand in the source.
+        side
+            Its side information, where the method reads it.
+        steps
+            Steps of the fit; the run's ``adapt_steps`` by default.
+        """
+        problem = self.problem
+        if problem.task is None:
+            raise HandspanError(f"{problem.spec.method.name} serves no new clients yet")
+        rows = self.transform(x)
+        if len(rows) == 0:
+            raise HandspanError("a new client needs at least one row")
+        labels = torch.as_tensor(np.asarray(y))
+        if len(labels) != len(rows):
+            raise HandspanError(f"{len(rows)} rows and {len(labels)} labels do not fit together")
+        labels = labels.long() if problem.data.num_classes else labels.to(problem.setting.dtype)
+        self._check_labels(labels)
+        count = torch.tensor([len(rows)])
+        none = torch.tensor([0])
+        side_row = self._side_row(side)
+        guest = FederatedData(
+            x=rows,
+            y=labels.to(rows.device),
+            offsets=torch.tensor([0, len(rows)]),
+            num_train=count,
+            num_validation=none,
+            num_test=none,
+            side=side_row,
+            num_classes=problem.data.num_classes,
+        )
+        algorithm = self._algorithm(steps)
+        simulation = Simulation(
+            algorithm, guest, seed=keys.seed_of(keys.key(problem.options.seed, "new client")),
+            engine="loop",
+        )
+        only = torch.tensor([0])
+        with num_threads(self.choice.threads):
+            simulation.adapt(self.state.server, only, self.state.round)
+            model = self._served(simulation, 0)
+        return AdaptedClient(
+            model=model, _task=problem.task, _transform=self.transform,
+            _side=None if side_row is None else side_row[0],
+        )
+
+    def _algorithm(self, steps: int | None) -> Any:
+        problem = self.problem
+        if steps is None:
+            return problem.algorithm
+        if steps < 1:
+            raise HandspanError(f"steps must be at least 1, not {steps}")
+        work = dataclasses.replace(problem.setting.work, adapt_steps=steps)
+        return problem.spec.build(dataclasses.replace(problem.setting, work=work))
+
+    def _side_row(self, side: Any) -> Tensor | None:
+        known = self.problem.data.side
+        if known is None or not self.problem.spec.method.needs_side:
+            return None
+        if side is None:
+            raise HandspanError(f"a new client needs its side information: {known.shape[1]} numbers")
+        row = torch.as_tensor(np.asarray(side), dtype=self.problem.setting.dtype).reshape(1, -1)
+        if row.shape[1] != known.shape[1]:
+            raise HandspanError(f"side information has {known.shape[1]} numbers, not {row.shape[1]}")
+        return row.to(known.device)
+
+    def _check_labels(self, labels: Tensor) -> None:
+        classes = self.problem.data.num_classes
+        if classes and (int(labels.min()) < 0 or int(labels.max()) >= classes):
+            raise HandspanError(f"labels must lie in 0..{classes - 1}")
+
+    def _served(self, simulation: Simulation, client: int) -> Model:
+        algorithm = simulation.algorithm
+        if algorithm.model is None:
+            raise HandspanError(f"{algorithm.name} has no personal models")
+        ids = torch.tensor([client])
+        for _, broadcast, mine in simulation.serve(self.state.server, ids, self.state.round):
+            return algorithm.model(broadcast, take(mine, 0))
+        raise AssertionError("a served client is always in a block")
+
+    def _check(self, client: int) -> None:
+        count = self.problem.data.num_clients
+        if not 0 <= client < count:
+            raise HandspanError(f"there is no client {client}: they are numbered 0..{count - 1}")
+
+    def save(self, folder: str | Path) -> Path:
+        """Write the run to a folder of its own, as ``--out`` would have."""
+        from handspan.runs import RunFolder
+
+        target = RunFolder(folder)
+        target.create({**self.config, "engine": {
+            "engine": self.choice.engine,
+            "block_size": self.choice.block_size,
+            "threads": self.choice.threads,
+            "device": self.problem.setting.device.type,
+            "torch": torch.__version__,
+        }})
+        target.save(self.state, self.simulation.store)
+        target.append_timing({
+            "round": self.state.round,
+            "seconds": self.summary["seconds"],
+            "seconds_total": self.summary["seconds_total"],
+        })
+        target.write_clients(self.clients)
+        target.write_summary(self.summary)
+        return target.path

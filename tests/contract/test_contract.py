@@ -1,0 +1,59 @@
+"""Every registered method, and every variant that changes its arithmetic, keeps the contract."""
+
+import functools
+
+import pytest
+
+from handspan.numerics.local_work import LocalWork
+from handspan.numerics.optim import Sgd
+from handspan.registry import methods
+from handspan.testing import CHECKS, Case
+
+VARIANTS = {
+    "fedavg": (
+        "fedavg:server_optimizer=yogi:server_learning_rate=0.1",
+        "fedavg:server_momentum=0.5:weights=uniform",
+    ),
+    "ifca": ("ifca:k=2:upload=sum",),
+    "fedmgs": ("fedmgs:num_components=3:constants=paper:penalty_tolerance=0.9",),
+    "pflmf": (
+        "pflmf:rank=2:scaled=true:affine=true:v_for_basis=new",
+        "pflmf:rank=2:factor=head:upload=rank_one:weights=examples",
+        "pflmf:rank=3:participation=bernoulli:bernoulli_mean=expected:factor=hidden.*",
+    ),
+}
+WORKS = {
+    "momentum": LocalWork(steps=3, batch_size=3, sgd=Sgd(momentum=0.5), adapt_steps=2),
+    "nesterov": LocalWork(epochs=1, batch_size=4, sgd=Sgd(momentum=0.5, nesterov=True)),
+    "full batch": LocalWork(steps=3, batch_size=None, schedule="cosine", adapt_steps=2),
+    "weight decay": LocalWork(steps=3, batch_size=2, sgd=Sgd(weight_decay=0.1), adapt_steps=2),
+}
+WORKED = {"nesterov": "pflmf:rank=2", "full batch": "fedrep", "weight decay": "fedrep+ft"}
+
+
+def texts() -> list[str]:
+    found = []
+    for name, method in methods().items():
+        found += [name, *VARIANTS.get(name, ())]
+        if method.problem == "labels":
+            found.append(f"{name}+ft:ft_steps=3")
+    return found
+
+
+@functools.cache
+def case(text: str, work: str = "") -> Case:
+    return Case(text, work=WORKS[work] if work else None)
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("text", texts())
+def test_a_method_keeps_the_contract(text, check):
+    CHECKS[check](case(text))
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize(
+    ("text", "work"), [("pflmf:rank=2", "momentum"), *((t, w) for w, t in WORKED.items())]
+)
+def test_a_method_keeps_the_contract_whatever_the_local_work(text, work, check):
+    CHECKS[check](case(text, work))
