@@ -20,7 +20,6 @@ app = typer.Typer(
 )
 
 
-
 def _option(help: str, *names: str) -> Any:
     return typer.Option(*names, help=help, show_default=False)
 
@@ -55,6 +54,7 @@ Device = Annotated[str | None, _option("auto, cpu or cuda (default auto)")]
 Dtype = Annotated[str | None, _option("float32 or float64")]
 Threads = Annotated[str | None, _option("threads of the tensor operations")]
 Store = Annotated[str | None, _option("where private records live: memory or disk")]
+Checkpoint = Annotated[str | None, _option("seconds between checkpoints (default 2)")]
 Settings = Annotated[list[str] | None, _option("setting of the method, key=value", "--set")]
 Config = Annotated[str | None, _option("options from a TOML file; those given here go first")]
 Out = Annotated[str | None, _option("folder for the results")]
@@ -75,8 +75,9 @@ def _collect(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
             raise HandspanError(f"--set {text!r} is no setting: write --set key=value")
         given[key.strip()] = value.strip()
     options, settings = read_toml(config) if config else ({}, {})
-    options = {("learning_rate" if k == "lr" else k.replace("-", "_")): v
-               for k, v in options.items()}
+    options = {
+        ("learning_rate" if k == "lr" else k.replace("-", "_")): v for k, v in options.items()
+    }
     told = {("learning_rate" if k == "lr" else k): v for k, v in values.items() if v is not None}
     if "steps" in told:
         options.pop("epochs", None)
@@ -119,6 +120,7 @@ def run(
     dtype: Dtype = None,
     threads: Threads = None,
     store: Store = None,
+    checkpoint_seconds: Checkpoint = None,
     verbose: Verbose = False,
 ) -> None:
     """Train one method and evaluate it."""

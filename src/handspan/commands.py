@@ -20,7 +20,8 @@ from handspan.report.tables import comparison_table, lead, method_table
 from handspan.result import Result
 from handspan.runs import RunFolder, write
 
-console = Console()
+# Not a terminal: as wide as a table needs to be, so that files and logs keep whole words.
+console = Console() if sys.stdout.isatty() else Console(width=150)
 
 
 def _training_values(training: TrainingOptions) -> dict[str, Any]:
@@ -31,10 +32,15 @@ def _training_values(training: TrainingOptions) -> dict[str, Any]:
 def _bar() -> Any:
     """Progress on a terminal; silence elsewhere."""
     with Progress(
-        TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[status]}"),
-        TimeRemainingColumn(), console=console, transient=True,
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.fields[status]}"),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
         disable=not sys.stderr.isatty() or not sys.stdout.isatty(),
     ) as progress:
+
         def follow(description: str) -> Any:
             import time
 
@@ -74,30 +80,42 @@ def run_method(
     if resume and out is None:
         raise HandspanError("--resume needs --out: which run should go on?")
     if out is not None and not resume:
-        _refuse_existing(out)
+        RunFolder(out).refuse_existing()
     data, held_out = fitting.open_data(data_options, training.seed, spec.method.problem)
     _remarks(data)
     with _bar() as follow:
         result = fitting.fit(
-            method, data, held_out=held_out, out=out, resume=resume, settings=settings,
-            data_options=data_options, progress=follow(method), **_training_values(training),
+            method,
+            data,
+            held_out=held_out,
+            out=out,
+            resume=resume,
+            settings=settings,
+            data_options=data_options,
+            progress=follow(method),
+            **_training_values(training),
         )
     if verbose:
         _tell_choice(result)
     console.print(comparison_table([result.summary], _title(data_options, result.summary)))
+    _warn_divergence([result.summary])
     if out is not None:
         console.print(f"results in {out}")
-
-
-def _refuse_existing(out: str) -> None:
-    path = Path(out)
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise HandspanError(f"{out} exists already: go on with --resume, or choose another --out")
 
 
 def _remarks(data: Any) -> None:
     for remark in data.info.get("remarks", []):
         console.print(f"note: {remark}")
+
+
+def _warn_divergence(rows: list[dict[str, Any]]) -> None:
+    for method in sorted({row["method"] for row in rows if _diverged(row)}):
+        console.print(f"note: {method} diverged: its loss is not finite; try a smaller --lr")
+
+
+def _diverged(summary: dict[str, Any]) -> bool:
+    """Whether the loss was asked for and is no number."""
+    return "personal_loss_mean" in summary and summary["personal_loss_mean"] is None
 
 
 def _tell_choice(result: Result) -> None:
@@ -138,11 +156,18 @@ def compare_methods(
     _remarks(data(seed, parse(methods[0]).method.problem)[0])
     with _bar() as follow:
         rows = comparison.compare(
-            methods, data, seeds=seeds, seed=seed, out=out, settings=settings,
+            methods,
+            data,
+            seeds=seeds,
+            seed=seed,
+            out=out,
+            settings=settings,
             data_options=data_options,
-            progress=lambda text, current: follow(f"{text} (seed {current})"), **values,
+            progress=lambda text, current: follow(f"{text} (seed {current})"),
+            **values,
         )
     console.print(comparison_table(rows, f"{_title(data_options, rows[0])}, {seeds} seeds"))
+    _warn_divergence(rows)
     if out is not None:
         console.print(f"results in {Path(out) / 'comparison.json'}")
 
@@ -186,7 +211,9 @@ def adapt_clients(folder: str, data: str, *, steps: int | None, out: str | None)
     for column in range(len(scores["client"])):
         score = scores[name][column]
         told = "no rows to score" if score is None else f"{name} {score:.4f}"
-        console.print(f"client {scores['client'][column]}: {scores['num_train'][column]} rows, {told}")
+        console.print(
+            f"client {scores['client'][column]}: {scores['num_train'][column]} rows, {told}"
+        )
     if values:
         console.print(f"mean {name} {sum(values) / len(values):.4f} over {len(values)} new clients")
     if out is not None:
@@ -241,7 +268,9 @@ def export_model(folder: str, client: int, to: str) -> None:
     from safetensors.torch import save
 
     model = _open(folder).personal_model(client)
-    tensors = {k: v.detach().cpu().contiguous() for k, v in {**model.params, **model.buffers}.items()}
+    tensors = {
+        k: v.detach().cpu().contiguous() for k, v in {**model.params, **model.buffers}.items()
+    }
     write(Path(to), save(tensors), mode=0o600)
     console.print(f"model of client {client} in {to}: {', '.join(tensors)}")
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from handspan.core.data import FederatedData
 from handspan.core.errors import HandspanError
-from handspan.fitting import Progress, fit
+from handspan.fitting import Progress, execute, set_up
 from handspan.options import DataOptions
 from handspan.registry import parse
-from handspan.runs import RunFolder, as_json, read_json, write
+from handspan.runs import RunFolder, as_json, write
 
 Data = FederatedData | Callable[[int, str], tuple[FederatedData, FederatedData | None]]
 
@@ -75,12 +75,21 @@ def compare(
     for current in range(seed, seed + seeds):
         for text in texts:
             place = None if folder is None else folder / f"{_slug(text)}-seed{current}"
-            given, held_out = (data, None) if isinstance(data, FederatedData) else data(
-                current, parse(text).method.problem
+            given, held_out = (
+                (data, None)
+                if isinstance(data, FederatedData)
+                else data(current, parse(text).method.problem)
             )
             result = _run(
-                text, given, held_out, place, current, shares[text],
-                None if progress is None else progress(text, current), data_options, options,
+                text,
+                given,
+                held_out,
+                place,
+                current,
+                shares[text],
+                None if progress is None else progress(text, current),
+                data_options,
+                options,
             )
             rows.append(result)
             if folder is not None:
@@ -99,21 +108,19 @@ def _run(
     data_options: DataOptions | None,
     options: Mapping[str, Any],
 ) -> dict[str, Any]:
-    result = fit(
+    problem, config = set_up(
         text,
         data,
         held_out=held_out,
-        out=place,
-        resume=True,
         seed=seed,
         settings=settings,
-        progress=progress,
         data_options=data_options,
         **options,
     )
-    if place is not None and RunFolder(place).summary_path.exists():
-        return read_json(RunFolder(place).summary_path)
-    return result.summary
+    if place is not None and RunFolder(place).summary_path.exists():  # finished earlier
+        RunFolder(place).check(config)
+        return RunFolder(place).summary()
+    return execute(problem, config, out=place, resume=True, progress=progress).summary
 
 
 def _share(texts: Sequence[str], settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

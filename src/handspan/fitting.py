@@ -22,7 +22,7 @@ from handspan.core.method import Setting
 from handspan.core.task import Task
 from handspan.evaluation.metrics import Metric, metric_by_name, metric_from_function
 from handspan.evaluation.protocol import Evaluation, evaluate
-from handspan.options import DataOptions, TrainingOptions, from_values
+from handspan.options import EXECUTION, DataOptions, TrainingOptions, from_values
 from handspan.registry import MethodSpec, parse
 from handspan.result import Result
 from handspan.runs import RunFolder
@@ -98,6 +98,33 @@ def fit(
     >>> result.summary["rounds"], 0 <= result.summary["personal_accuracy_mean"] <= 1
     (2, True)
     """
+    problem, config = set_up(
+        method,
+        data,
+        model=model,
+        held_out=held_out,
+        metrics=metrics,
+        loss=loss,
+        settings=settings,
+        data_options=data_options,
+        **options,
+    )
+    return execute(problem, config, out=out, resume=resume, progress=progress, hooks=hooks)
+
+
+def set_up(
+    method: str,
+    data: FederatedData,
+    *,
+    model: str | nn.Module | Callable[[], nn.Module] | None = None,
+    held_out: FederatedData | None = None,
+    metrics: Sequence[str | Callable[..., float]] | None = None,
+    loss: Callable[..., Tensor] | None = None,
+    settings: Mapping[str, Any] | None = None,
+    data_options: DataOptions | None = None,
+    **options: Any,
+) -> tuple[Problem, dict[str, Any]]:
+    """Validate everything that ``fit`` is given; returns the problem and its configuration."""
     chosen, mine = _separate(method, options, settings or {})
     name, module = _name_model(model, chosen.model)
     chosen = dataclasses.replace(chosen, model=name)
@@ -105,11 +132,15 @@ def fit(
         named = tuple(m if isinstance(m, str) else m.__name__ for m in metrics)
         chosen = dataclasses.replace(chosen, metrics=named)
     problem = prepare(
-        parse(method, mine), chosen, data, held_out, module, loss,
+        parse(method, mine),
+        chosen,
+        data,
+        held_out,
+        module,
+        loss,
         [m for m in metrics or () if not isinstance(m, str)],
     )
-    config = describe(problem, mine, data_options)
-    return execute(problem, config, out=out, resume=resume, progress=progress, hooks=hooks)
+    return problem, describe(problem, mine, data_options)
 
 
 def _separate(
@@ -124,12 +155,14 @@ def _separate(
 
 
 def _name_model(
-    model: str | nn.Module | Callable[[], nn.Module] | None, default: str
-) -> tuple[str, nn.Module | Callable[[], nn.Module] | None]:
+    model: str | nn.Module | Callable[[], nn.Module] | None, default: str | None
+) -> tuple[str | None, nn.Module | Callable[[], nn.Module] | None]:
     if model is None or isinstance(model, str):
         return model or default, None
-    kind = type(model).__name__ if isinstance(model, nn.Module) else getattr(
-        model, "__name__", "factory"
+    kind = (
+        type(model).__name__
+        if isinstance(model, nn.Module)
+        else getattr(model, "__name__", "factory")
     )
     return f"given:{kind}", model
 
@@ -147,7 +180,7 @@ def prepare(
     device, dtype = resolve_device(options.device), getattr(torch, options.dtype)
     is_matrix = spec.method.problem == "matrix"
     if is_matrix:
-        if module is not None or options.model != TrainingOptions().model:
+        if options.model is not None:
             raise HandspanError(f"{spec.method.name} factorises the rows: it takes no model")
         data, held_out = flat_rows(data.without_test()), None
     else:
@@ -225,7 +258,7 @@ def make_task(
     num_outputs = data.num_classes
     if num_outputs is None:
         num_outputs = 1 if data.y.ndim == 1 else data.y.shape[1]
-    factory = module or make_model(options.model, data.row_shape, num_outputs)
+    factory = module or make_model(options.model or "mlp", data.row_shape, num_outputs)
     if spec.method.needs_side:
         from handspan.models.side_info import concatenate_side
 
@@ -262,8 +295,7 @@ def make_metrics(
     given = {function.__name__: function for function in functions}
     default = ("accuracy", "loss") if task.kind == "classification" else ("rmse", "loss")
     return [
-        metric_from_function(given[name]) if name in given
-        else metric_by_name(name, task.row_loss)
+        metric_from_function(given[name]) if name in given else metric_by_name(name, task.row_loss)
         for name in names or default
     ]
 
@@ -277,7 +309,7 @@ def describe(
     training = {
         field.name: getattr(problem.options, field.name)
         for field in dataclasses.fields(problem.options)
-        if field.name not in ("engine", "block_size", "device", "threads", "checkpoint_seconds")
+        if field.name not in EXECUTION
     }
     return {
         "handspan": __version__,
@@ -307,18 +339,24 @@ def execute(
         folder = RunFolder(out)
         if resume and folder.config_path.exists():
             stored = folder.check(config)
+            folder.clean()
     elif problem.options.store == "disk":
         raise HandspanError("store=disk keeps private records in the run folder: give --out")
     choice = _choice(problem, stored)
     with num_threads(choice.threads):
         if folder is not None and stored is None:
-            folder.create({**config, "engine": {
-                "engine": choice.engine,
-                "block_size": choice.block_size,
-                "threads": choice.threads,
-                "device": problem.setting.device.type,
-                "torch": torch.__version__,
-            }})
+            folder.create(
+                {
+                    **config,
+                    "engine": {
+                        "engine": choice.engine,
+                        "block_size": choice.block_size,
+                        "threads": choice.threads,
+                        "device": problem.setting.device.type,
+                        "torch": torch.__version__,
+                    },
+                }
+            )
             folder.append_timing({"calibration_ms": dict(choice.milliseconds)})
         simulation = make_simulation(problem, choice, folder)
         state = None
@@ -438,9 +476,9 @@ class _Session:
         scores = evaluate(
             self.simulation, state.server, state.round, self.problem.task, self.problem.metrics
         )
-        state.history.append({
-            "round": state.round, **scores.summary, **dataclasses.asdict(state.costs)
-        })
+        state.history.append(
+            {"round": state.round, **scores.summary, **dataclasses.asdict(state.costs)}
+        )
         self.latest = (state.round, scores)
         self.aside += time.perf_counter() - begin
         return scores
@@ -459,16 +497,16 @@ class _Session:
         self.saving = self.saved - begin
         self.aside += self.saving
         rounds, total = self.seconds()
-        self.folder.append_timing(
-            {"round": state.round, "seconds": rounds, "seconds_total": total}
-        )
+        self.folder.append_timing({"round": state.round, "seconds": rounds, "seconds_total": total})
 
     def result(self, state: RunState, config: dict[str, Any]) -> Result:
         problem, simulation = self.problem, self.simulation
         rounds_seconds, _ = self.seconds()
         latest = getattr(self, "latest", None)
-        scores = latest[1] if latest and latest[0] == state.round else evaluate(
-            simulation, state.server, state.round, problem.task, problem.metrics
+        scores = (
+            latest[1]
+            if latest and latest[0] == state.round
+            else evaluate(simulation, state.server, state.round, problem.task, problem.metrics)
         )
         ids = torch.arange(problem.data.num_clients)
         costs = state.costs + simulation.personal_costs(ids)
@@ -500,8 +538,14 @@ class _Session:
         if problem.data.groups is not None:
             columns["group"] = problem.data.groups
         return Result(
-            summary=summary, history=state.history, clients=columns, state=state,
-            simulation=simulation, problem=problem, choice=self.choice, config=config,
+            summary=summary,
+            history=state.history,
+            clients=columns,
+            state=state,
+            simulation=simulation,
+            problem=problem,
+            choice=self.choice,
+            config=config,
         )
 
     def serve_held_out(self, state: RunState) -> dict[str, float | None]:
@@ -525,10 +569,15 @@ class _Session:
 def empty_scores(metrics: list[Metric]) -> dict[str, None]:
     """Names that every summary has; what does not apply stays null."""
     name = metrics[0].name if metrics else "accuracy"
-    return dict.fromkeys((
-        f"personal_{name}_mean", f"personal_{name}_pooled", f"global_{name}_pooled",
-        "worst_decile", f"heldout_{name}_mean",
-    ))
+    return dict.fromkeys(
+        (
+            f"personal_{name}_mean",
+            f"personal_{name}_pooled",
+            f"global_{name}_pooled",
+            "worst_decile",
+            f"heldout_{name}_mean",
+        )
+    )
 
 
 def load(
@@ -547,19 +596,45 @@ def load(
         if stored["data"] is None:
             raise HandspanError(f"{folder} was trained on given data: pass them as data=")
         data, held_out = open_data(
-            DataOptions(**stored["data"]), stored["training"]["seed"],
+            DataOptions(**stored["data"]),
+            stored["training"]["seed"],
             parse(stored["method"]).method.problem,
         )
     training = dict(stored["training"])
-    if training["model"].startswith("given:") and model is None:
+    if (training["model"] or "").startswith("given:") and model is None:
         raise HandspanError(f"{folder} was trained with a given model: pass it as model=")
     training["metrics"] = tuple(training["metrics"])
     options = TrainingOptions(**training)
-    problem = prepare(
-        parse(stored["method"], stored["settings"]), options, data, held_out, model
+    problem = prepare(parse(stored["method"], stored["settings"]), options, data, held_out, model)
+    return reopen(problem, folder)
+
+
+def reopen(problem: Problem, path: str | Path) -> Result:
+    """Read a run folder without changing it."""
+    folder = RunFolder(path)
+    stored = folder.config()
+    if problem.data.fingerprint() != stored["fingerprint"]:
+        raise HandspanError(
+            f"{path} was trained on other data: {stored['fingerprint']}, not "
+            f"{problem.data.fingerprint()}"
+        )
+    choice = _choice(problem, stored)
+    simulation = make_simulation(problem, choice, folder)
+    like = start(problem.algorithm, simulation, problem.options.seed).server
+    state = folder.load(like, simulation.store)
+    if state is None:
+        raise HandspanError(f"{path} holds no state yet: go on with handspan run --resume")
+    state = dataclasses.replace(state, server=_to(state.server, like))
+    return Result(
+        summary=folder.summary(),
+        history=state.history,
+        clients=folder.clients(),
+        state=state,
+        simulation=simulation,
+        problem=problem,
+        choice=choice,
+        config={key: value for key, value in stored.items() if key not in ("format", "engine")},
     )
-    config = {key: value for key, value in stored.items() if key not in ("format", "engine")}
-    return execute(problem, config, out=folder, resume=True)
 
 
 def open_data(

@@ -64,8 +64,8 @@ class TrainingOptions:
     """Weight decay of the local SGD."""
     adapt_steps: int = 50
     """Steps with which a new client fits its private part."""
-    model: str = "mlp"
-    """Network: mlp, linear, cnn, ... or ``FILE.py:function``."""
+    model: str | None = None
+    """Network: mlp (the default), linear, cnn, ... or ``FILE.py:function``."""
     metrics: tuple[str, ...] = ()
     """Metrics; the first one leads. Default: accuracy and loss, or rmse and loss."""
     eval_every: int = 10
@@ -82,7 +82,7 @@ class TrainingOptions:
     """Threads of the tensor operations; auto chooses."""
     store: str = "memory"
     """Where private records live: memory, or disk (files mapped into memory, in the run folder)."""
-    checkpoint_seconds: float = 5.0
+    checkpoint_seconds: float = 2.0
     """Seconds between checkpoints of a run with a folder."""
 
     def __post_init__(self) -> None:
@@ -93,8 +93,11 @@ class TrainingOptions:
         for name in ("block_size", "threads"):
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), 1)
+        if self.engine not in ("auto", "loop", "stacked", "wire"):
+            raise HandspanError(
+                f"unknown engine {self.engine!r}: choose auto, loop or stacked (wire is for tests)"
+            )
         choices = {
-            "engine": ("auto", "loop", "stacked", "wire"),
             "dtype": ("float32", "float64"),
             "store": ("memory", "disk"),
         }
@@ -119,14 +122,13 @@ class TrainingOptions:
             learning_rate=self.learning_rate,
             schedule=self.schedule,
             decay=self.decay,
-            sgd=Sgd(
-                momentum=self.momentum, nesterov=self.nesterov, weight_decay=self.weight_decay
-            ),
+            sgd=Sgd(momentum=self.momentum, nesterov=self.nesterov, weight_decay=self.weight_decay),
             adapt_steps=self.adapt_steps,
         )
 
 
 SHORT = {"lr": "learning_rate"}
+# What changes the clock and not the algorithm: a run may be resumed with other values.
 EXECUTION = ("engine", "block_size", "device", "threads", "checkpoint_seconds")
 
 
@@ -146,12 +148,14 @@ def from_values(values: Mapping[str, Any]) -> tuple[DataOptions, TrainingOptions
             raise HandspanError(f"unknown option {key!r}{nearest(name, sorted(known))}")
         named[name] = value
     built = [
-        cls(**{
-            name: _convert(name, value, hint)
-            for name, hint in typing.get_type_hints(cls).items()
-            if name in named
-            for value in [named[name]]
-        })
+        cls(
+            **{
+                name: _convert(name, value, hint)
+                for name, hint in typing.get_type_hints(cls).items()
+                if name in named
+                for value in [named[name]]
+            }
+        )
         for cls in groups
     ]
     return typing.cast("tuple[DataOptions, TrainingOptions]", tuple(built))

@@ -32,6 +32,11 @@ class FineTuning(MethodConfig):
     ft_names: str = "all"
     """What is tuned: ``all``, ``head`` or a pattern of names."""
 
+    def __post_init__(self) -> None:
+        """Refuse what cannot be meant; 0 steps leave the method as it is."""
+        if self.ft_steps < 0:
+            raise HandspanError(f"ft_steps must be at least 0, not {self.ft_steps}")
+
 
 def _fine_tune(algorithm: Algorithm, setting: Setting, config: FineTuning) -> Algorithm:
     from handspan.numerics.fine_tuning import with_fine_tuning

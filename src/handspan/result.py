@@ -72,8 +72,10 @@ class Result:
         lead = next(
             (k for k in self.summary if k.startswith("personal_") and k.endswith("_mean")), None
         )
-        score = "" if lead is None or self.summary[lead] is None else (
-            f", {lead} {self.summary[lead]:.4f}"
+        score = (
+            ""
+            if lead is None or self.summary[lead] is None
+            else (f", {lead} {self.summary[lead]:.4f}")
         )
         return f"Result({self.summary['method']!r}, {self.summary['rounds']} rounds{score})"
 
@@ -88,7 +90,9 @@ class Result:
         side = self.problem.data.side
         with num_threads(self.choice.threads), torch.no_grad():
             return self.problem.task.predict(
-                model.params, model.buffers, self.transform(x),
+                model.params,
+                model.buffers,
+                self.transform(x),
                 None if side is None else side[client],
             )
 
@@ -108,9 +112,7 @@ class Result:
         dtype = self.problem.setting.dtype if rows.is_floating_point() else rows.dtype
         return rows.to(self.problem.setting.device, dtype)
 
-    def adapt(
-        self, x: Any, y: Any, *, side: Any = None, steps: int | None = None
-    ) -> AdaptedClient:
+    def adapt(self, x: Any, y: Any, *, side: Any = None, steps: int | None = None) -> AdaptedClient:
         """Fit a new client's private part on its rows; the shared part stays as it is.
 
         Parameters
@@ -148,7 +150,9 @@ class Result:
         )
         algorithm = self._algorithm(steps)
         simulation = Simulation(
-            algorithm, guest, seed=keys.seed_of(keys.key(problem.options.seed, "new client")),
+            algorithm,
+            guest,
+            seed=keys.seed_of(keys.key(problem.options.seed, "new client")),
             engine="loop",
         )
         only = torch.tensor([0])
@@ -156,7 +160,9 @@ class Result:
             simulation.adapt(self.state.server, only, self.state.round)
             model = self._served(simulation, 0)
         return AdaptedClient(
-            model=model, _task=problem.task, _transform=self.transform,
+            model=model,
+            _task=problem.task,
+            _transform=self.transform,
             _side=None if side_row is None else side_row[0],
         )
 
@@ -174,10 +180,14 @@ class Result:
         if known is None or not self.problem.spec.method.needs_side:
             return None
         if side is None:
-            raise HandspanError(f"a new client needs its side information: {known.shape[1]} numbers")
+            raise HandspanError(
+                f"a new client needs its side information: {known.shape[1]} numbers"
+            )
         row = torch.as_tensor(np.asarray(side), dtype=self.problem.setting.dtype).reshape(1, -1)
         if row.shape[1] != known.shape[1]:
-            raise HandspanError(f"side information has {known.shape[1]} numbers, not {row.shape[1]}")
+            raise HandspanError(
+                f"side information has {known.shape[1]} numbers, not {row.shape[1]}"
+            )
         return row.to(known.device)
 
     def _check_labels(self, labels: Tensor) -> None:
@@ -204,19 +214,26 @@ class Result:
         from handspan.runs import RunFolder
 
         target = RunFolder(folder)
-        target.create({**self.config, "engine": {
-            "engine": self.choice.engine,
-            "block_size": self.choice.block_size,
-            "threads": self.choice.threads,
-            "device": self.problem.setting.device.type,
-            "torch": torch.__version__,
-        }})
+        target.create(
+            {
+                **self.config,
+                "engine": {
+                    "engine": self.choice.engine,
+                    "block_size": self.choice.block_size,
+                    "threads": self.choice.threads,
+                    "device": self.problem.setting.device.type,
+                    "torch": torch.__version__,
+                },
+            }
+        )
         target.save(self.state, self.simulation.store)
-        target.append_timing({
-            "round": self.state.round,
-            "seconds": self.summary["seconds"],
-            "seconds_total": self.summary["seconds_total"],
-        })
+        target.append_timing(
+            {
+                "round": self.state.round,
+                "seconds": self.summary["seconds"],
+                "seconds_total": self.summary["seconds_total"],
+            }
+        )
         target.write_clients(self.clients)
         target.write_summary(self.summary)
         return target.path

@@ -15,6 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from handspan.core.errors import HandspanError
@@ -102,15 +103,27 @@ class RunFolder:
 
     def create(self, config: dict[str, Any]) -> None:
         """Make the folder of a new run; an existing one is refused."""
-        if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
-            raise HandspanError(
-                f"{self.path} exists already: go on with --resume, or choose another --out"
-            )
+        self.refuse_existing()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise HandspanError(f"cannot create {self.path}: {error.strerror}") from None
         write(self.config_path, as_json({"format": FORMAT, **config}))
+
+    def refuse_existing(self) -> None:
+        """Refuse to write over anything but what a crash left half-written."""
+        is_free = not self.path.exists() or (
+            self.path.is_dir() and all(entry.suffix == ".partial" for entry in self.path.iterdir())
+        )
+        if not is_free:
+            raise HandspanError(
+                f"{self.path} exists already: go on with --resume, or choose another --out"
+            )
+
+    def clean(self) -> None:
+        """Remove what a crash left half-written."""
+        for partial in self.path.glob("*.partial"):
+            partial.unlink(missing_ok=True)
 
     def config(self) -> dict[str, Any]:
         """Configuration of an existing run; an unknown format is refused."""
@@ -228,13 +241,34 @@ class RunFolder:
         import pyarrow
         import pyarrow.parquet
 
-        table = pyarrow.table({
-            name: column.numpy() if isinstance(column, Tensor) else column
-            for name, column in columns.items()
-        })
+        table = pyarrow.table(
+            {
+                name: column.numpy() if isinstance(column, Tensor) else column
+                for name, column in columns.items()
+            }
+        )
         sink = io.BytesIO()
         pyarrow.parquet.write_table(table, sink)
         write(self.path / "clients.parquet", sink.getvalue())
+
+    def clients(self) -> dict[str, Any]:
+        """Read the table of clients, empty while the run has not finished."""
+        import pyarrow.parquet
+
+        path = self.path / "clients.parquet"
+        if not path.exists():
+            return {}
+        table = pyarrow.parquet.read_table(path)
+        return {
+            name: column.to_pylist()
+            if str(column.type) == "string"
+            else torch.from_numpy(column.to_numpy().copy())
+            for name, column in zip(table.column_names, table.columns, strict=True)
+        }
+
+    def summary(self) -> dict[str, Any]:
+        """Read the results, empty while the run has not finished."""
+        return read_json(self.summary_path) if self.summary_path.exists() else {}
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Write the results."""
@@ -246,7 +280,7 @@ def pack(named: Params, progress: dict[str, Any]) -> bytes:
     from safetensors.torch import save
 
     tensors = {name: value.detach().cpu().contiguous() for name, value in named.items()}
-    return save(tensors, metadata={"handspan": json.dumps(_plain(progress), sort_keys=True)})
+    return save(tensors, metadata={"handspan": json.dumps(_plain(progress))})
 
 
 def unpack(path: Path) -> tuple[Params, dict[str, Any]]:
@@ -265,7 +299,5 @@ def unpack(path: Path) -> tuple[Params, dict[str, Any]]:
 
 def _part(named: Params, prefix: str) -> Params:
     return {
-        name.removeprefix(prefix): value
-        for name, value in named.items()
-        if name.startswith(prefix)
+        name.removeprefix(prefix): value for name, value in named.items() if name.startswith(prefix)
     }

@@ -89,8 +89,10 @@ def evaluate(
 
 
 def _mean(values: Tensor) -> float | None:
+    """Mean over the clients for which the metric is defined; None where it is not finite."""
     known = values[~values.isnan()]
-    return float(known.mean()) if len(known) else None
+    mean = float(known.mean()) if len(known) else float("nan")
+    return mean if abs(mean) < float("inf") else None
 
 
 def _clusters(simulation: Simulation, server: Any, index: int) -> dict[str, float]:

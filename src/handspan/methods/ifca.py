@@ -91,6 +91,13 @@ class IfcaUpload(Record):
     model: Model
 
 
+class IfcaSumUpload(Record):
+    """On the wire, ``upload=sum``: zeros but in the own cluster, and its count, to be summed."""
+
+    choice: Tensor  # (k,) one-hot
+    models: Model  # leading axis: clusters
+
+
 class IfcaChoice(Record):
     """The estimated cluster of a client that is served; never stored."""
 
@@ -155,9 +162,10 @@ def build(setting: Setting, config: IfcaConfig) -> Algorithm:
     def wire(upload: IfcaUpload) -> Record:
         if config.upload == "one_hot":
             return upload
-        return map_tensors(
+        models: Model = map_tensors(
             lambda tensor: torch.tensordot(upload.choice, tensor, dims=0), upload.model
         )
+        return IfcaSumUpload(choice=upload.choice, models=models)
 
     def combine(server: IfcaServer, reduction: ClusterReduction, round: Round) -> IfcaServer:
         return IfcaServer(models=mean_by_cluster(server.models, reduction))

@@ -51,8 +51,10 @@ class LocalWork:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise HandspanError(f"{name} must be at least 1, not {value}")
-        if not self.learning_rate >= 0:
-            raise HandspanError(f"learning_rate must not be negative, not {self.learning_rate}")
+        if not 0 <= self.learning_rate < float("inf"):
+            raise HandspanError(
+                f"learning_rate must be a number of at least 0, not {self.learning_rate}"
+            )
         if self.schedule not in ("constant", "exponential", "cosine"):
             raise HandspanError(
                 f"unknown schedule {self.schedule!r}: choose constant, exponential or cosine"

@@ -16,7 +16,6 @@ from handspan.core.records import Record, field_names, from_named, stack, take, 
 from handspan.simulation.plans import Block
 from handspan.simulation.tracing import Recorder
 
-
 _BUFFER = 1 << 24  # bytes of rows gathered at once for one client
 
 
@@ -250,5 +249,9 @@ def through_bytes(record: Record) -> Any:
     """Serialise and parse a record."""
     from safetensors.torch import load, save
 
-    named = {name: tensor.contiguous() for name, tensor in to_named(record).items()}
+    # Copies, for fields that are one tensor: safetensors takes no two names for one memory.
+    named = {
+        name: tensor.clone(memory_format=torch.contiguous_format)
+        for name, tensor in to_named(record).items()
+    }
     return from_named(record, load(save(named)))

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from handspan.core.algorithm import Phase, Stage
 from handspan.core.data import Batch, ClientData, Csr, FederatedData
-from handspan.core.errors import HandspanError
 from handspan.core.records import field_names, map_tensors, take
+from handspan.simulation.loop import LoopExecutor
 from handspan.simulation.plans import Block, StagePlan, groups
 from handspan.simulation.tracing import Recorder
 
@@ -31,11 +31,15 @@ class StackedExecutor:
         self.per_row = per_row
         self.block_size = block_size
         self.recorder = Recorder()
+        self._one_by_one = LoopExecutor(data, per_row, block_size)
 
     def run(
         self, phase: Phase, broadcast: Any, clients: Any, about: ClientData, block: Block
     ) -> tuple[Any, Any]:
         """New private records and uploads of a block, with a leading client axis."""
+        if isinstance(self.data.x, Csr) and any(stage.sparse for stage in phase.stages):
+            # Compressed rows cannot be stacked; phases with much work on them have a flat twin.
+            return self._one_by_one.run(phase, broadcast, clients, about, block)
         size = len(block.ids)
         if size == 1:  # some kernels take another path for a single client: run it twice
             pair = torch.tensor([0, 0])
@@ -82,8 +86,6 @@ class StackedExecutor:
         block: Block,
     ) -> Any:
         """Run the steps of one stage; clients that have finished drop out."""
-        if stage.sparse and isinstance(self.data.x, Csr):
-            raise HandspanError("sparse rows cannot be stacked here: use --engine loop")
         plan = block.plans[index]
         order = plan.num_steps.argsort(descending=True, stable=True)
         in_order = bool((order == torch.arange(len(order))).all())

@@ -19,6 +19,7 @@ Flat = Callable[..., list[Tensor]]
 _CALLS_BEFORE_RECORDING = 12
 _ATEN = torch.ops.aten
 _SAME_DATA = {_ATEN.detach.default, _ATEN.alias.default}
+_SAME_NUMBERS = {_ATEN.squeeze_.dim, _ATEN.unsqueeze_.default, _ATEN.t_.default}
 _SAME_SHAPE = {_ATEN.expand.default, _ATEN.view.default, _ATEN._unsafe_view.default}
 
 
@@ -51,11 +52,14 @@ def record(function: Flat, leaves: list[Tensor]) -> Flat:
     from torch.fx.experimental.proxy_tensor import make_fx  # slow to import
 
     with torch.no_grad():
-        module = make_fx(function)(*leaves)
+        # A tensor that is two leaves (v and the v that stays fixed) must be told apart: replays
+        # are given two.
+        module = make_fx(function)(*[leaf.detach() for leaf in leaves])
     graph = module.graph
     _drop_what_changes_nothing(graph)
-    _fold_constants(module)
-    _join_repetitions(graph)
+    if not any(map(_writes, graph.nodes)):  # what is written to is neither constant nor shared
+        _fold_constants(module)
+        _join_repetitions(graph)
     graph.eliminate_dead_code()
     module.recompile()
     return module.forward
@@ -84,6 +88,13 @@ def _is_idle(node: fx.Node, source: fx.Node) -> bool:
     if node.target in _SAME_SHAPE:
         return _shape(node) == _shape(source)
     return node.target is _ATEN.mul.Scalar and node.args[1] == 1
+
+
+def _writes(node: fx.Node) -> bool:
+    """Whether the operation changes the numbers of an argument in place."""
+    if node.op != "call_function" or node.target in _SAME_NUMBERS:
+        return False
+    return bool(getattr(getattr(node.target, "_schema", None), "is_mutable", False))
 
 
 def _shape(node: fx.Node) -> tuple[int, ...] | None:

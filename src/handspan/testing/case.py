@@ -16,8 +16,7 @@ from handspan.core.task import Task
 from handspan.numerics.local_work import LocalWork
 from handspan.registry import MethodSpec, parse
 from handspan.simulation.federation import Simulation
-from handspan.simulation.tracing import Recorder
-from handspan.testing.playing import Exchange, watched
+from handspan.testing.playing import Exchange, Unrecorded, watched
 from handspan.testing.toys import Problem, problem
 
 SEED, COHORT = 3, 4
@@ -47,7 +46,6 @@ class Case:
         self.work = work
         self.seed = seed
         self.cohort = COHORT
-        self._recorders: dict[str, Recorder] = {}
 
     def problem(self, **options: Any) -> Problem:
         """Return the toy problem, or another one of the same kind."""
@@ -67,11 +65,14 @@ class Case:
         """The method built for it."""
         return self.build(self.made)
 
-    def simulation(self, engine: str = "loop", **options: Any) -> Simulation:
-        """Return a fresh federation; what its engine has recorded of the steps is shared."""
+    def simulation(
+        self, engine: str = "loop", *, is_recorded: bool = False, **options: Any
+    ) -> Simulation:
+        """Return a fresh federation, by default one that records no steps: short runs gain none."""
         options = {"seed": self.seed, **options}
         made = Simulation(self.algorithm, self.made.data, engine=engine, **options)
-        made.executor.recorder = self._recorders.setdefault(engine, made.executor.recorder)
+        if not is_recorded:
+            made.executor.recorder = Unrecorded()
         return made
 
     def train(

@@ -114,9 +114,9 @@ def _check_model(model: Any, task: Any) -> None:
 def inactive_steps_change_nothing(case: Case) -> None:
     """2. A client that has finished is untouched while others of its block still work."""
     passes = dataclasses.replace(
-        case.work or LocalWork(learning_rate=0.2, adapt_steps=3),
+        case.work or LocalWork(learning_rate=0.2, adapt_steps=2),
         steps=None,
-        epochs=2,
+        epochs=1,
         batch_size=2,
     )
     ragged = Case(case.spec, work=passes, seed=case.seed)
@@ -237,8 +237,9 @@ def the_order_of_clients_changes_nothing(case: Case) -> None:
         for i, result in forward.items():
             compare(backward[i], result, tolerance, f"{what}: a client depends on its place")
         if callable(phase.reduce):
-            uploads = [exchange.update(algorithm, data, j, case.seed)[1] for j in range(3)]
-            weights = torch.arange(1, 4, dtype=torch.float64)
+            count = min(3, len(exchange.ids))
+            uploads = [exchange.update(algorithm, data, j, case.seed)[1] for j in range(count)]
+            weights = torch.arange(1, count + 1, dtype=torch.float64)
             sums = phase.reduce(stack(uploads), weights)
             turned = phase.reduce(stack(uploads[::-1]), weights.flip(0))
             compare(to_named(turned), to_named(sums), 1e-10, f"{what}: reduce counts places")

@@ -48,7 +48,7 @@ def check_algorithm(
     method
         A ``Method``, or a text that names one: ``"pflmf:rank=2"``, ``"fedrep+ft"``.
     work
-        Local work; by default 4 steps on batches of 3 rows.
+        Local work; by default 3 steps on batches of 3 rows.
     checks
         Names of checks; all of ``CHECKS`` by default.
 

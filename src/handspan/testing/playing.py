@@ -25,6 +25,7 @@ from handspan.simulation.federation import Executor, Simulation
 from handspan.simulation.loop import select_fields
 from handspan.simulation.plans import Block, batch_rows, blocks, plan_stage
 from handspan.simulation.stacked import select_axis
+from handspan.simulation.tracing import Flat, Recorder
 
 OracleBatches = Callable[[int, str, int, int], list[NDArray[np.int64]]]
 
@@ -98,6 +99,14 @@ def batches_of(
             yield change(Batch(x=x, y=y, weight=weight, key=k, rows=rows, side=about.side))
 
     return batches
+
+
+class Unrecorded(Recorder):
+    """Runs every step as it is written."""
+
+    def __call__(self, name: Any, function: Flat, leaves: list[Tensor]) -> list[Tensor]:
+        """Call the function."""
+        return function(*leaves)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,6 +197,7 @@ def watched(
         rounds=tuple(map(noting, algorithm.rounds)),
     )
     simulation = Watching(noted, data, seed=seed)
+    simulation.executor.recorder = Unrecorded()
     state = run(noted, simulation, rounds=rounds, cohort=cohort, seed=seed)
     ids = torch.arange(cohort)
     round = make_round(state.round, ids, simulation.population)

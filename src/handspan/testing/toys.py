@@ -178,7 +178,7 @@ def problem(
     method
         As in the registry.
     work
-        Local work; by default 4 steps on batches of 3 rows.
+        Local work; by default 3 steps on batches of 3 rows.
     seed, sizes, dtype, sparse, num_groups
         Of the data; ``sparse`` concerns matrix problems.
     cohort, rounds
@@ -192,7 +192,7 @@ def problem(
         task = ToyTask(side_width=2 if method.needs_side else 0, dtype=dtype)
     setting = Setting(
         task=task,
-        work=work or LocalWork(steps=4, batch_size=3, learning_rate=0.2, adapt_steps=3),
+        work=work or LocalWork(steps=3, batch_size=3, learning_rate=0.2, adapt_steps=2),
         num_clients=data.num_clients,
         cohort=cohort,
         rounds=rounds,

@@ -1,0 +1,239 @@
+"""The command line as users meet it: results, files, and one sentence for every mistake."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet
+import pytest
+
+from handspan.cli import main
+
+QUICK = ["--clients", "10", "--rounds", "2", "--engine", "loop", "--threads", "1"]
+
+
+def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    """Exit code, output and complaint of ``handspan ARGUMENTS``."""
+    before, sys.argv = sys.argv, ["handspan", *arguments]
+    code = 0
+    try:
+        main()
+    except SystemExit as stop:
+        code = int(stop.code or 0)
+    finally:
+        sys.argv = before
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Path:
+    """Make a table of ten clients with 20 rows each and three side columns."""
+    rng = np.random.default_rng(0)
+    path = tmp_path / "table.npz"
+    np.savez(
+        path,
+        x=rng.normal(size=(200, 6)).astype("float32"),
+        y=rng.integers(0, 3, 200),
+        client=np.repeat(np.arange(10), 20),
+        side=rng.normal(size=(10, 3)),
+    )
+    return path
+
+
+def test_run_prints_a_table_and_writes_the_run_folder(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    out = tmp_path / "x"
+    code, text, _ = call(
+        capsys, "run", "fedrep", *QUICK, "--partition", "permuted:2", "--out", str(out)
+    )
+    assert code == 0
+    assert "fedrep" in text and "accuracy %" in text
+    summary = json.loads((out / "summary.json").read_text())
+    wanted = {
+        "method", "rounds", "seconds", "seconds_total", "personal_accuracy_mean",
+        "personal_accuracy_pooled", "global_accuracy_pooled", "worst_decile",
+        "heldout_accuracy_mean", "rows", "forward_rows", "bytes_up", "bytes_down", "engine",
+    }  # fmt: skip
+    assert wanted <= set(summary)
+    assert summary["global_accuracy_pooled"] is None
+    assert summary["heldout_accuracy_mean"] is None
+    assert 0 <= summary["personal_accuracy_mean"] <= 1
+    clients = pyarrow.parquet.read_table(out / "clients.parquet")
+    assert clients.num_rows == 10
+    assert {"client", "group", "num_test", "personal_accuracy"} <= set(clients.column_names)
+    assert len((out / "history.jsonl").read_text().splitlines()) == 1
+    assert (out / "checkpoint.safetensors").stat().st_mode & 0o777 == 0o600
+
+
+def test_compare_writes_one_summary_per_method_and_seed_and_takes_over_finished_runs(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    arguments = [
+        "compare", "local,fedavg+ft:ft_steps=3", *QUICK, "--seeds", "2", "--holdout-clients", "2",
+        "--out", str(tmp_path / "c"),
+    ]  # fmt: skip
+    code, text, _ = call(capsys, *arguments)
+    assert code == 0
+    rows = json.loads((tmp_path / "c" / "comparison.json").read_text())
+    assert [(row["method"], row["seed"]) for row in rows] == [
+        ("local", 0), ("fedavg+ft:ft_steps=3", 0), ("local", 1), ("fedavg+ft:ft_steps=3", 1),
+    ]  # fmt: skip
+    assert all(row["heldout_accuracy_mean"] is not None for row in rows)
+    assert " *" in text, "the best method is marked"
+    code, again, _ = call(capsys, *arguments)
+    assert code == 0
+    assert again == text, "finished runs are taken over, seconds included"
+
+
+def test_set_in_compare_goes_to_every_method_that_has_the_field(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    code, _, _ = call(
+        capsys, "compare", "fedavg,ifca:k=2", *QUICK, "--seeds", "1", "--set", "k=3",
+        "--set", "weights=uniform", "--out", str(tmp_path / "c"),
+    )  # fmt: skip
+    assert code == 0
+    config = json.loads((tmp_path / "c" / "ifca-k=2-seed0" / "config.json").read_text())
+    assert config["settings"] == {"k": "3", "weights": "uniform"}
+
+
+def test_options_come_from_a_toml_file_and_the_command_line_goes_first(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "options.toml"
+    file.write_text('rounds = 5\nclients = 10\nlr = 0.2\nthreads = 1\n[set]\nweights = "uniform"\n')
+    out = tmp_path / "x"
+    code, _, _ = call(
+        capsys, "run", "fedavg", "--config", str(file), "--rounds", "2", "--engine", "loop",
+        "--out", str(out),
+    )  # fmt: skip
+    assert code == 0
+    config = json.loads((out / "config.json").read_text())
+    assert config["training"]["rounds"] == 2
+    assert config["training"]["learning_rate"] == 0.2
+    assert config["settings"] == {"weights": "uniform"}
+
+
+def test_new_clients_predictions_and_export(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, table: Path
+) -> None:
+    out = str(tmp_path / "run")
+    natural = ["--data", str(table), "--partition", "natural", "--cohort", "0.5"]
+    code, _, complaint = call(capsys, "run", "perfedsi", *QUICK[2:], *natural, "--out", out)
+    assert code == 0, complaint
+    before = {path: path.read_bytes() for path in Path(out).rglob("*") if path.is_file()}
+    code, text, _ = call(capsys, "adapt", out, "--data", str(table))
+    assert code == 0
+    assert "over 10 new clients" in text
+    rows = tmp_path / "rows.npz"
+    np.savez(rows, x=np.zeros((7, 6), dtype="float32"))
+    target = tmp_path / "p.parquet"
+    code, _, _ = call(
+        capsys, "predict", out, "--client", "7", "--data", str(rows), "--out", str(target)
+    )
+    assert code == 0
+    predicted = pyarrow.parquet.read_table(target).to_pydict()
+    total = [sum(predicted[f"probability_{c}"][row] for c in range(3)) for row in range(7)]
+    assert total == pytest.approx([1.0] * 7)
+    model = tmp_path / "m.safetensors"
+    code, _, _ = call(capsys, "export", out, "--client", "7", "--to", str(model))
+    assert code == 0
+    assert model.stat().st_mode & 0o777 == 0o600
+    assert all(path.read_bytes() == content for path, content in before.items()), "read only"
+
+
+def test_version_and_list(capsys: pytest.CaptureFixture[str]) -> None:
+    from handspan import __version__
+    from handspan.registry import methods
+
+    assert call(capsys, "--version") == (0, f"handspan {__version__}\n", "")
+    _, text, _ = call(capsys, "list")
+    assert all(name in text for name in methods())
+
+
+MISTAKES = {
+    "run fedavgg": "did you mean 'fedavg'",
+    "run fedavg+fft": "did you mean 'ft'",
+    "run fedrep:rank=3": "no setting 'rank'",
+    "run pflmf:rank=abc": "rank takes a whole number",
+    "run pflmf:rank=500": "exceeds the 100 clients",
+    "run pflmf:rank": "write key=value",
+    "run pflmf:preset=algorithm1:scaled=true": "drop scaled",
+    "run fedavg --partition permutd:5": "did you mean 'permuted'",
+    "run fedavg --partition shards:20:exact": "impossible",
+    "run fedavg --data missing.npz": "no file missing.npz",
+    "run fedavg --data digitz": "did you mean 'digits'",
+    "run fedavg --cohort 500": "does not fit a federation of 100",
+    "run fedavg --cohort x": "cohort takes a fraction",
+    "run fedavg --clients 2000": "too many",
+    "run fedavg --steps 3 --epochs 2": "not both",
+    "run fedavg --batch-size 0": "at least 1",
+    "run fedavg --lr nan": "at least 0",
+    "run fedavg --nesterov": "needs momentum",
+    "run fedavg --model nope": "no model 'nope'",
+    "run fedavg --engine warp": "unknown engine",
+    "run fedavg --device tpu": "unknown device",
+    "run fedavg --metrics accurcy": "did you mean 'accuracy'",
+    "run fedavg --resume": "--resume needs --out",
+    "run fedavg --set foo": "key=value",
+    "run fedavg --config none.toml": "cannot read none.toml",
+    "run fedavg --holdout-clients 100": "cannot hold out",
+    "run fedavg --frob 3": "No such option",
+    "run fedmgs --model mlp": "takes no model",
+    "run perfedsi": "needs side information",
+    "run fedavg_groups": "needs planted groups",
+    "run local+ft:ft_steps=-1": "at least 0",
+    "compare fedavg,fedavg": "stands twice",
+    "compare fedavg --set rank=3": "none of the methods",
+    "compare fedavg --seeds 0": "at least 1",
+    "adapt nowhere --data x.npz": "no file x.npz",
+    "export nowhere --client 0 --to m.safetensors": "no run folder",
+}
+
+
+@pytest.mark.parametrize("line", MISTAKES)
+def test_a_mistake_gets_one_sentence_and_exit_code_2(
+    line: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, _, complaint = call(capsys, *line.split())
+    assert code == 2
+    assert MISTAKES[line] in complaint
+    assert "Traceback" not in complaint
+    assert not list(tmp_path.iterdir()), "nothing is left on disk"
+
+
+def test_damaged_data_are_told_by_name(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, table: Path
+) -> None:
+    arrays = dict(np.load(table))
+    x = arrays["x"].copy()
+    x[3, 2] = np.nan
+    one = arrays["client"].copy()
+    one[0] = 99
+    broken = {
+        "NaN or infinity in row 3": {**arrays, "x": x},
+        "label -1 in row 5": {**arrays, "y": np.where(np.arange(200) == 5, -1, arrays["y"])},
+        "there are 200 rows": {**arrays, "y": arrays["y"][:-1]},
+        "only one row": {**arrays, "client": one},
+    }
+    for told, content in broken.items():
+        np.savez(tmp_path / "bad.npz", **content)
+        code, _, complaint = call(
+            capsys, "run", "fedavg", "--data", str(tmp_path / "bad.npz"), "--partition", "natural"
+        )
+        assert (code, told in complaint) == (2, True), complaint
+    (tmp_path / "bad.npz").write_bytes(table.read_bytes()[:500])
+    code, _, complaint = call(capsys, "run", "fedavg", "--data", str(tmp_path / "bad.npz"))
+    assert (code, "damaged" in complaint) == (2, True)
+
+
+def test_divergence_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    code, text, _ = call(capsys, "run", "fedavg", *QUICK, "--lr", "1e30")
+    assert code == 0
+    assert "fedavg diverged" in text
