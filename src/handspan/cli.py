@@ -1,4 +1,4 @@
-"""The command line: ``handspan run``, ``compare``, ``list``, ``adapt``, ``predict``, ``export``."""
+"""The command line: ``handspan run``, ``compare``, ``partition``, ``list``, ``adapt``, ..."""
 
 from __future__ import annotations
 
@@ -24,11 +24,24 @@ def _option(help: str, *names: str) -> Any:
     return typer.Option(*names, help=help, show_default=False)
 
 
-Data = Annotated[str | None, _option("digits, or a FILE.npz (default digits)")]
+Data = Annotated[
+    str | None,
+    _option(
+        "digits, mnist, fashion_mnist, cifar10 or cifar100 (or NAME:FOLDER), folder:PATH with "
+        "images, or a FILE.npz, .csv or .parquet (default digits)"
+    ),
+]
 Partition = Annotated[
     str | None,
-    _option("iid, dirichlet:ALPHA[:MIN], shards:S[:exact], permuted:G, natural[:FIELD]"),
+    _option(
+        "iid, dirichlet:ALPHA[:MIN], shards:S[:exact], groups:G, quantity:SIGMA, natural[:FIELD], "
+        "file:P.npz; permuted:G, rotated:G, affine:G, also behind one of the former, as in "
+        "quantity:1.5+permuted:3 (default iid)"
+    ),
 ]
+ClientColumn = Annotated[str | None, _option("a table's column of clients (default client)")]
+LabelColumn = Annotated[str | None, _option("a table's column of labels (default label, or y)")]
+SideColumns = Annotated[str | None, _option("a table's columns about its clients, by commas")]
 Clients = Annotated[str | None, _option("number of clients (default 100)")]
 Rounds = Annotated[str | None, _option("communication rounds (default 100)")]
 Cohort = Annotated[str | None, _option("clients a round: 0.2 a share, 20 a count (default 0.2)")]
@@ -44,7 +57,7 @@ Nesterov = Annotated[bool | None, _option("Nesterov momentum", "--nesterov")]
 Schedule = Annotated[str | None, _option("constant, exponential or cosine")]
 Decay = Annotated[str | None, _option("factor a round of the exponential schedule")]
 Metrics = Annotated[str | None, _option("metrics, by commas; the first one leads")]
-Task = Annotated[str | None, _option("auto, classification or regression")]
+Task = Annotated[str | None, _option("auto, classification, regression or matrix (no labels)")]
 KeepTest = Annotated[bool | None, _option("keep the source's own test rows", "--keep-test")]
 Holdout = Annotated[str | None, _option("clients served as new ones at the end")]
 EvalEvery = Annotated[str | None, _option("rounds between evaluations (default 10)")]
@@ -92,6 +105,9 @@ def run(
     data: Data = None,
     partition: Partition = None,
     clients: Clients = None,
+    client_column: ClientColumn = None,
+    label_column: LabelColumn = None,
+    side_columns: SideColumns = None,
     rounds: Rounds = None,
     cohort: Cohort = None,
     model: Model = None,
@@ -137,6 +153,9 @@ def compare(
     data: Data = None,
     partition: Partition = None,
     clients: Clients = None,
+    client_column: ClientColumn = None,
+    label_column: LabelColumn = None,
+    side_columns: SideColumns = None,
     rounds: Rounds = None,
     cohort: Cohort = None,
     model: Model = None,
@@ -169,6 +188,25 @@ def compare(
     from handspan.commands import compare_methods
 
     compare_methods(methods.split(","), *_collect(values), seeds=seeds, out=out)
+
+
+@app.command()
+def partition(
+    data: Data = None,
+    partition: Partition = None,
+    clients: Clients = None,
+    client_column: ClientColumn = None,
+    label_column: LabelColumn = None,
+    side_columns: SideColumns = None,
+    seed: Seed = None,
+    task: Task = None,
+    out: Annotated[str | None, _option("P.npz for the partition; use it as file:P.npz")] = None,
+) -> None:
+    """Divide a source among clients, tell the sizes, and store who has which row."""
+    values = {k: v for k, v in locals().items() if k != "out" and v is not None}
+    from handspan.commands import make_partition
+
+    make_partition(values, out=out)
 
 
 @app.command("list")

@@ -172,6 +172,19 @@ def compare_methods(
         console.print(f"results in {Path(out) / 'comparison.json'}")
 
 
+def make_partition(options: dict[str, Any], *, out: str | None) -> None:
+    """``handspan partition``."""
+    from handspan.data.partition_report import report_partition
+
+    chosen, training = from_values(options)
+    what = (chosen.data, chosen.partition, chosen.clients, training.seed)
+    lines, content = report_partition(*what, task=chosen.task, pack=out is not None)
+    console.print("\n".join(lines), highlight=False, soft_wrap=True)
+    if out is not None and content is not None:
+        write(Path(out), content)
+        console.print(f"partition in {out}: use it as --partition file:{out}", soft_wrap=True)
+
+
 def list_all() -> None:
     """``handspan list``."""
     console.print(method_table())

@@ -70,7 +70,7 @@ def fit(
     method
         ``name[+ft][:key=value...]``, as in ``fedrep`` or ``ifca+ft:k=20``.
     data
-        The federation. Validation rows count as training rows, since nothing is chosen.
+        The federation. Validation rows count as training rows where nothing is chosen by them.
     model
         Name of a network, ``FILE.py:function``, a module, or a factory of modules; ``mlp`` where
         nothing is given.
@@ -185,8 +185,9 @@ def prepare(
         data, held_out = flat_rows(data.without_test()), None
     else:
         _check_labels(spec, data)
-        data = data.pooled()
-        held_out = None if held_out is None else held_out.pooled()
+        if not spec.chooses:  # validation rows are for those who choose by them
+            data = data.pooled()
+            held_out = None if held_out is None else held_out.pooled()
     cohort = cohort_size(options.cohort, data.num_clients)
     data = data.to(device, dtype)
     task = None if is_matrix else make_task(spec, options, data, module, loss, device, dtype)

@@ -21,17 +21,38 @@ class DataOptions:
     """Which rows, and how they are spread over clients."""
 
     data: str = "digits"
-    """Source: ``digits``, or the path of a ``.npz`` file."""
+    """Source: digits, mnist, fashion_mnist, cifar10, cifar100 (or NAME:FOLDER), folder:PATH, or
+    the path of a ``.npz``, ``.csv`` or ``.parquet`` file."""
     partition: str = "iid"
-    """How rows are spread: iid, dirichlet:ALPHA, shards:S, permuted:G, natural."""
+    """How rows are spread: iid, dirichlet:ALPHA[:MIN], shards:S[:exact], groups:G, quantity:SIGMA,
+    natural[:FIELD], file:P.npz; permuted:G, rotated:G, affine:G, also as A+B behind a former."""
     clients: int = 100
-    """Number of clients (``natural`` partitions bring their own)."""
+    """Number of clients (``natural`` and ``file`` partitions bring their own)."""
+    client_column: str | None = None
+    """Column of a table with the client of each row, if it is not called ``client``."""
+    label_column: str | None = None
+    """Column of a table with the labels, if it is not called ``label`` or ``y``."""
+    side_columns: str | None = None
+    """Columns of a table that describe its clients, by commas."""
     keep_test: bool = False
     """Keep the source's own test rows instead of splitting each client's rows 75/25."""
     holdout_clients: int = 0
     """Clients that take no part in training and are served as new ones at the end."""
     task: str = "auto"
-    """``auto`` (integer labels: classification), ``classification`` or ``regression``."""
+    """``auto`` (integer labels: classification), ``classification``, ``regression`` or ``matrix``
+    (no labels)."""
+
+    def __post_init__(self) -> None:
+        """Write the columns of a table behind its path: ``data`` alone names the source."""
+        columns = (self.client_column, self.label_column, self.side_columns)
+        if any(columns):
+            from handspan.data.table_text import with_columns
+
+            client, label, side = columns
+            text = with_columns(self.data, client=client, label=label, side=(side or "").split(","))
+            object.__setattr__(self, "data", text)
+            for name in ("client_column", "label_column", "side_columns"):
+                object.__setattr__(self, name, None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""All methods by name, and the text that names one: ``name[+ft][:key=value...]``.
+"""All methods by name, and the text that names one: ``name[+extra...][:key=value...]``.
 
 Methods of handspan are the modules of ``handspan.methods``; those of other packages are announced
 by the entry-point group ``handspan.methods``.
@@ -11,10 +11,10 @@ import functools
 import importlib
 import pkgutil
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import entry_points
-from typing import Any
+from typing import Any, NamedTuple
 
 from handspan.core.algorithm import Algorithm
 from handspan.core.errors import HandspanError, nearest
@@ -31,11 +31,57 @@ class FineTuning(MethodConfig):
     """Step size; the run's by default."""
     ft_names: str = "all"
     """What is tuned: ``all``, ``head`` or a pattern of names."""
+    ft_stop: bool = False
+    """Keep the step of least validation loss, 0 included; these rows are not trained on."""
+    ft_check: int = 5
+    """Steps between two looks at the validation rows."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot be meant; 0 steps leave the method as it is."""
         if self.ft_steps < 0:
             raise HandspanError(f"ft_steps must be at least 0, not {self.ft_steps}")
+        if self.ft_check < 1:
+            raise HandspanError(f"ft_check must be at least 1, not {self.ft_check}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabelPrior(MethodConfig):
+    """Settings of +prior."""
+
+    prior_strength: float = 1.0
+    """Rows of each class that every client is granted beside its own (Dirichlet strength)."""
+    prior_temperature: float = 1.0
+    """Factor of the logarithms; 0 leaves the method as it is."""
+    prior_reference: str = "uniform"
+    """What the shared model is held to expect: ``uniform`` or ``pooled`` label frequencies."""
+    prior_training: str = "plain"
+    """``balanced`` puts the prior inside the training loss as well (balanced softmax)."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be meant."""
+        if not 0 < self.prior_strength < float("inf"):
+            raise HandspanError(f"prior_strength must be above 0, not {self.prior_strength}")
+        if not 0 <= self.prior_temperature < float("inf"):
+            raise HandspanError(
+                f"prior_temperature must be at least 0, not {self.prior_temperature}"
+            )
+        _one_of("prior_reference", self.prior_reference, ("uniform", "pooled"))
+        _one_of("prior_training", self.prior_training, ("plain", "balanced"))
+        if self.prior_reference == "pooled" and self.prior_training == "balanced":
+            raise HandspanError(
+                "prior_reference=pooled belongs to prior_training=plain: balanced training makes "
+                "the shared model expect uniform labels"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gate(MethodConfig):
+    """+gate has no settings of its own."""
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise HandspanError(f"{name} must be {' or '.join(allowed)}, not {value!r}")
 
 
 def _fine_tune(algorithm: Algorithm, setting: Setting, config: FineTuning) -> Algorithm:
@@ -47,10 +93,64 @@ def _fine_tune(algorithm: Algorithm, setting: Setting, config: FineTuning) -> Al
         steps=config.ft_steps,
         learning_rate=config.ft_learning_rate,
         names=config.ft_names,
+        stop=config.ft_stop,
+        check=config.ft_check,
     )
 
 
-EXTRAS = {"ft": (FineTuning, _fine_tune)}
+def _prepare_prior(setting: Setting, config: LabelPrior) -> Setting:
+    from handspan.numerics.label_prior import with_prior_in_task
+
+    return with_prior_in_task(setting) if config.prior_training == "balanced" else setting
+
+
+def _add_prior(algorithm: Algorithm, setting: Setting, config: LabelPrior) -> Algorithm:
+    from handspan.numerics.label_prior import with_prior
+
+    return with_prior(
+        algorithm,
+        setting,
+        strength=config.prior_strength,
+        temperature=config.prior_temperature,
+        reference=config.prior_reference,
+        training=config.prior_training,
+    )
+
+
+def _add_gate(algorithm: Algorithm, setting: Setting, config: Gate) -> Algorithm:
+    from handspan.numerics.gate import with_gate
+
+    local = methods()["local"]
+    return with_gate(algorithm, local.build(setting, local.config()), setting)
+
+
+class Extra(NamedTuple):
+    """What may follow a method's name: ``+ft``.
+
+    Attributes
+    ----------
+    config
+        Its settings; their names begin with the extra's.
+    wrap
+        (Algorithm, Setting, config) -> the method with the extra.
+    prepare
+        (Setting, config) -> the setting for which the method is built.
+    chooses
+        config -> whether it chooses by validation rows.
+    """
+
+    config: type[MethodConfig]
+    wrap: Callable[[Algorithm, Setting, Any], Algorithm]
+    prepare: Callable[[Setting, Any], Setting] = lambda setting, config: setting
+    chooses: Callable[[Any], bool] = lambda config: False
+
+
+EXTRAS: dict[str, Extra] = {
+    "prior": Extra(LabelPrior, _add_prior, prepare=_prepare_prior),
+    "ft": Extra(FineTuning, _fine_tune, chooses=lambda config: config.ft_stop),
+    "gate": Extra(Gate, _add_gate, chooses=lambda config: True),
+}
+"""Extras by name, in the order in which they are written."""
 
 
 @functools.cache
@@ -88,10 +188,19 @@ class MethodSpec:
 
     def build(self, setting: Setting) -> Algorithm:
         """Compose the algorithm for a problem."""
+        for name, config in self.extras:
+            setting = EXTRAS[name].prepare(setting, config)
         algorithm = self.method.build(setting, self.config)
         for name, config in self.extras:
-            algorithm = EXTRAS[name][1](algorithm, setting, config)  # type: ignore[arg-type]
+            algorithm = EXTRAS[name].wrap(algorithm, setting, config)
         return algorithm
+
+    @property
+    def chooses(self) -> bool:
+        """Whether anything is chosen by validation rows, which then are no training rows."""
+        return self.method.chooses or any(
+            EXTRAS[name].chooses(config) for name, config in self.extras
+        )
 
     @property
     def fields(self) -> set[str]:
@@ -101,7 +210,7 @@ class MethodSpec:
 
 
 def parse(text: str, settings: Mapping[str, Any] | None = None) -> MethodSpec:
-    """Read ``name[+ft][:key=value...]``; ``settings`` are those given elsewhere (``--set``)."""
+    """Read ``name[+extra...][:key=value...]``; ``settings`` are given elsewhere (``--set``)."""
     head, *assignments = text.strip().split(":")
     name, *extra_names = head.split("+")
     name = name.strip().lower().replace("-", "")
@@ -111,6 +220,7 @@ def parse(text: str, settings: Mapping[str, Any] | None = None) -> MethodSpec:
     for extra in extra_names:
         if extra not in EXTRAS:
             raise HandspanError(f"unknown extra +{extra}{nearest(extra, list(EXTRAS))}")
+    _check_extras(known[name], extra_names)
     values: dict[str, Any] = dict(settings or {})
     for assignment in assignments:
         key, separator, value = assignment.partition("=")
@@ -129,6 +239,21 @@ def parse(text: str, settings: Mapping[str, Any] | None = None) -> MethodSpec:
         config=configs[0],
         extras=tuple(zip(extra_names, configs[1:], strict=True)),
     )
+
+
+def _check_extras(method: Method, names: list[str]) -> None:
+    """Refuse extras that are there twice, make no sense in their order, or find no model."""
+    for extra in names:
+        if names.count(extra) > 1:
+            raise HandspanError(f"+{extra} stands twice after {method.name}")
+        if method.problem == "matrix":
+            raise HandspanError(f"{method.name} trains no model on labels: it takes no +{extra}")
+    wanted = [extra for extra in EXTRAS if extra in names]
+    if names != wanted:
+        raise HandspanError(
+            f"write {method.name}+{'+'.join(wanted)}: fine-tuning goes on with the prior in the "
+            "model, and the gate chooses last"
+        )
 
 
 def _configure(cls: type[MethodConfig], values: Mapping[str, Any]) -> MethodConfig:

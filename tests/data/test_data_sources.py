@@ -130,7 +130,7 @@ def test_names_and_paths_that_lead_nowhere(tmp_path):
     for name, words in [
         ("digit", "did you mean 'digits'"),
         (str(tmp_path / "none.npz"), "there is no file"),
-        (str(tmp_path / "rows.csv"), "ends in .npz"),
+        (str(tmp_path / "rows.txt"), "ends in .npz, .csv or .parquet"),
     ]:
         with pytest.raises(HandspanError, match=words):
             load_source(name)

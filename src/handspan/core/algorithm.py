@@ -200,6 +200,8 @@ class Algorithm:
         (B, C, Batch of all training rows) -> component of each row, for clusterings.
     per_row
         Fields of C with one entry per data row.
+    needs_label_counts
+        Whether ``ClientData.label_counts`` is filled; the counts stay with their client.
     done
         S -> bool, whether the method has nothing left to do.
     sampling, participation
@@ -224,6 +226,7 @@ class Algorithm:
     cluster: Callable[[Any], Tensor] | None = None
     labels: Callable[[Any, Any, Any], Tensor] | None = None
     per_row: frozenset[str] = frozenset()
+    needs_label_counts: bool = False
     done: Callable[[Any], bool] = lambda server: False
     sampling: Literal["fixed", "bernoulli", "weighted"] = "fixed"
     describe: Callable[[Any], dict[str, float]] = field(default=lambda server: {})

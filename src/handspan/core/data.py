@@ -7,6 +7,7 @@ begins. There is no Python object per client, so a million clients are as cheap 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -66,6 +67,7 @@ class ClientData(Record):
     key: Tensor  # () int64: the client's own key, for random starts
     side: Tensor | None = None  # (s,): side information
     group: Tensor | None = None  # () int64: the planted group, for oracles only
+    label_counts: Tensor | None = None  # (classes,): training rows of each class, where asked for
 
 
 class Batch(Record):
@@ -159,6 +161,11 @@ class FederatedData:
         return len(self.x)
 
     @property
+    def device(self) -> torch.device:
+        """Where the rows are."""
+        return self.x.values.device if isinstance(self.x, Csr) else self.x.device
+
+    @property
     def is_sparse(self) -> bool:
         """Whether the rows are stored in compressed form."""
         return isinstance(self.x, Csr)
@@ -169,6 +176,19 @@ class FederatedData:
         if isinstance(self.x, Csr):
             return (int(self.x.num_columns),)
         return tuple(self.x.shape[1:])
+
+    @functools.cached_property
+    def label_counts(self) -> Tensor:
+        """Training rows of each client and class, (n, classes); computed when first asked for."""
+        if self.y is None or self.num_classes is None:
+            raise HandspanError("only rows with class labels have counts of labels")
+        num, place = self.num_train, torch.arange(int(self.num_train.sum()))
+        owner = torch.repeat_interleave(torch.arange(self.num_clients), num)
+        place += torch.repeat_interleave(self.offsets[:-1] - (num.cumsum(0) - num), num)
+        y = self.y[place.to(self.y.device)].reshape(len(place), -1)
+        cell = owner.to(y.device).unsqueeze(1) * self.num_classes + y
+        count = torch.bincount(cell.flatten(), minlength=self.num_clients * self.num_classes)
+        return count.view(self.num_clients, self.num_classes).to(torch.int32)
 
     def num_bytes_of_rows(self, count: int) -> int:
         """Bytes of so many dense rows."""

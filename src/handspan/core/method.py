@@ -81,6 +81,8 @@ class Method:
         ``labels`` (a network on labelled rows) or ``matrix``.
     needs_side, needs_groups
         Whether it reads side information, or the partition's planted groups.
+    chooses
+        Whether it chooses by validation rows, which then are no training rows.
     """
 
     name: str
@@ -94,3 +96,4 @@ class Method:
     problem: str = "labels"
     needs_side: bool = False
     needs_groups: bool = False
+    chooses: bool = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,9 @@ from handspan.core.errors import HandspanError
 from handspan.data.build import apply_transform, from_arrays, from_clients, open_saved, save
 from handspan.data.inputs import encode_ids
 from handspan.data.partition import partition as divide
+from handspan.data.partition_types import Partition
 from handspan.data.sources import Source, load_source
+from handspan.data.table_text import with_columns
 
 __all__ = [
     "Source",
@@ -36,6 +39,9 @@ def load_data(
     partition: str = "iid",
     num_clients: int = 100,
     seed: int = 0,
+    client_column: str | None = None,
+    label_column: str | None = None,
+    side_columns: Iterable[str] = (),
     keep_test: bool = False,
     holdout_clients: int = 0,
     task: str = "auto",
@@ -51,14 +57,20 @@ def load_data(
     Parameters
     ----------
     name
-        ``digits`` or the path of an ``.npz`` file.
+        ``digits``, ``mnist[:FOLDER]``, ``fashion_mnist[:FOLDER]``, ``cifar10[:FOLDER]``,
+        ``cifar100[:FOLDER]``, ``folder:PATH``, or the path of a ``.npz``, ``.csv`` or
+        ``.parquet`` file.
     partition
-        ``iid``, ``dirichlet:ALPHA[:MIN]``, ``shards:S[:exact]``, ``permuted:G`` or
-        ``natural[:FIELD]``.
+        ``iid``, ``dirichlet:ALPHA[:MIN]``, ``shards:S[:exact]``, ``groups:G``,
+        ``quantity:SIGMA``, ``natural[:FIELD]``, ``file:P.npz``; ``permuted:G``, ``rotated:G``,
+        ``affine:G``, also behind one of the former (``quantity:1.5+permuted:3``).
     num_clients
-        How many clients; ``natural`` takes the source's own.
+        How many clients; ``natural`` and ``file`` bring their own.
     seed
         Of the partition, the split and the choice of held-out clients.
+    client_column, label_column, side_columns
+        Columns of a table, where they are not called ``client`` and ``label`` (or ``y``); they
+        may stand behind its path instead (``beds.csv:client=ward:label=died:side=age,beds``).
     keep_test
         Keep the source's own test rows instead of drawing new ones.
     holdout_clients
@@ -72,16 +84,12 @@ def load_data(
     >>> data.num_clients, data.row_shape, data.num_classes, len(set(data.groups.tolist()))
     (20, (8, 8), 10, 5)
     """
-    source = load_source(name, task=task)
+    columns = {"client": client_column, "label": label_column, "side": side_columns}
+    source = load_source(with_columns(os.fspath(name), **columns), task=task)  # type: ignore[arg-type]
     if keep_test and source.is_test is None:
         raise HandspanError(f"{source.name} has no test rows of its own to keep; drop keep_test")
     part = divide(source, partition, num_clients, seed)
-    remarks = list(part.remarks)
-    if source.side is not None and not part.is_natural:
-        remarks.append(
-            f"side information of {source.name} belongs to its own clients and is left out under "
-            f"the partition {partition}"
-        )
+    side, remarks = _side(source, part, partition)
     held_out = None
     if holdout_clients:
         found = encode_ids(part.client, source.num_rows).num_clients
@@ -91,7 +99,7 @@ def load_data(
         source.x if part.x is None else part.x,
         source.y if part.y is None else part.y,
         groups=part.client,
-        side=source.side if part.is_natural else None,
+        side=side,
         seed=seed,
         names=source.names if part.is_natural else (),
         is_test=source.is_test if keep_test else None,
@@ -111,13 +119,30 @@ def load_data(
         **data.info,
         "source": source.name,
         "partition": partition,
+        "partition_hash": part.fingerprint(),
         "num_clients": data.num_clients,
         "keep_test": keep_test,
         "holdout_clients": holdout_clients,
         "remarks": remarks + list(data.info["remarks"]),
     }
+    if source.classes:
+        info["classes"] = list(source.classes)
     groups = None if part.groups is None else torch.from_numpy(part.groups.astype(np.int64))
     return dataclasses.replace(data, groups=groups, info=info)
+
+
+def _side(source: Source, part: Partition, spec: str) -> tuple[Any, list[str]]:
+    """Side information of the clients: the partition's, or the source's if these are its own."""
+    remarks = list(part.remarks)
+    if source.side is None:
+        return part.side, remarks
+    if part.is_natural and part.side is None:
+        return source.side, remarks
+    because = "belongs to its own clients" if not part.is_natural else "gives way to the group"
+    remarks.append(
+        f"side information of {source.name} {because} and is left out under the partition {spec}"
+    )
+    return part.side, remarks
 
 
 def split_holdout(

@@ -59,17 +59,17 @@ def evaluate(
     if algorithm.model is None and algorithm.predict is None:
         return _evaluate_matrix(simulation, server, index)
     y, offsets = test_rows(data, ids, rows)
-    personal = torch.cat([
-        outputs for _, outputs in simulation.predictions(server, ids, index, task, rows)
-    ])
+    personal = torch.cat(
+        [outputs for _, outputs in simulation.predictions(server, ids, index, task, rows)]
+    )
     shared = None
     if algorithm.shared_model is not None:
         if not algorithm.personal and not tensors(simulation.store.template):
             shared = personal  # nothing personal: the served model is the global one
         else:
-            shared = torch.cat([
-                outputs for _, outputs in simulation.shared_predictions(server, ids, task, rows)
-            ])
+            shared = torch.cat(
+                [outputs for _, outputs in simulation.shared_predictions(server, ids, task, rows)]
+            )
     summary: dict[str, float | None] = {}
     clients: dict[str, Tensor] = {}
     for position, metric in enumerate(metrics):
@@ -101,10 +101,12 @@ def _clusters(simulation: Simulation, server: Any, index: int) -> dict[str, floa
     if algorithm.cluster is None:
         return {}
     ids = torch.arange(simulation.data.num_clients)
-    found = torch.cat([
-        torch.vmap(algorithm.cluster)(clients)
-        for _, _, clients in simulation.serve(server, ids, index)
-    ]).cpu()
+    found = torch.cat(
+        [
+            torch.vmap(algorithm.cluster)(clients)
+            for _, _, clients in simulation.serve(server, ids, index)
+        ]
+    ).cpu()
     result = {"num_groups": float(len(found.unique()))}
     if simulation.data.groups is not None:
         from sklearn.metrics import adjusted_rand_score

@@ -171,6 +171,11 @@ def build(setting: Setting, config: FedRepConfig) -> Algorithm:
         return Model(params={**b.shared, **client.head}, buffers=b.buffers)
 
     adapt_options = {**personal, "steps": work.adapt_steps, "epochs": None}
+    stages = [Stage(step=head_step, **personal), Stage(step=body_step, **shared)]
+    if not task.head:  # nothing personal: FedAvg with uniform weights
+        stages = stages[1:]
+    elif set(task.head) == set(task.names):  # nothing shared: Local
+        stages = stages[:1]
     return Algorithm(
         name="fedrep",
         init_server=init_server,
@@ -180,10 +185,7 @@ def build(setting: Setting, config: FedRepConfig) -> Algorithm:
                 name="train",
                 broadcast=broadcast,
                 begin=begin,
-                stages=(
-                    Stage(step=head_step, **personal),
-                    Stage(step=body_step, **shared),
-                ),
+                stages=tuple(stages),
                 end=end,
                 combine=combine,
                 weight=WEIGHTS[config.weights],

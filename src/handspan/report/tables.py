@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich import box
@@ -26,37 +26,93 @@ def lead(summary: dict[str, Any]) -> str:
     return "personal_accuracy_mean"
 
 
-def comparison_table(rows: Sequence[dict[str, Any]], title: str) -> Table:
-    """One line per method: means over the seeds, the best one marked."""
+def comparison_table(
+    rows: Sequence[dict[str, Any]],
+    title: str,
+    *,
+    score: str | None = None,
+    marks: Mapping[str, str] | None = None,
+) -> Table:
+    """One line per method: means over the seeds, the best one marked.
+
+    ``marks`` (``*`` for the best, ``≈`` for a tie) come from the tests, where there are any.
+    """
     by_method: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         by_method.setdefault(row["method"], []).append(row)
-    score = lead(rows[0])
+    score = score or lead(rows[0])
+    if marks is None:
+        first = best({name: mean_of(runs, score) for name, runs in by_method.items()}, score)
+        marks = {first: "*"} if first is not None and len(by_method) > 1 else {}
     known = {name for run in rows for name, value in run.items() if value is not None}
-    columns = [column for column in _columns(score) if column[0] in known]
-    best = _best({name: _mean(runs, score) for name, runs in by_method.items()}, score)
+    shown = [column for column in columns(score) if column[0] in known]
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("method", overflow="fold")
-    for _, heading, _ in columns:
+    for _, heading, _ in shown:
         table.add_column(heading, justify="right")
     for name in ("rows", "MB up", "MB down", "seconds"):
         table.add_column(name, justify="right", no_wrap=True)
     for name, runs in by_method.items():
-        cells = [_score(runs, column, with_spread) for column, _, with_spread in columns]
-        costs = [
-            _count(_mean(runs, "rows")),
-            _megabytes(_mean(runs, "bytes_up")),
-            _megabytes(_mean(runs, "bytes_down")),
-            f"{_mean(runs, 'seconds') or 0:.1f}",
-        ]
-        mark = name == best and len(by_method) > 1
-        table.add_row(f"{name} *" if mark else name, *cells, *costs, style="bold" if mark else None)
+        cells = [score_of(runs, column, with_spread) for column, _, with_spread in shown]
+        mark = marks.get(name, "")
+        style = "bold" if mark == "*" else None
+        table.add_row(f"{name} {mark}".strip(), *cells, *cost_cells(runs), style=style)
     return table
 
 
-def _columns(score: str) -> list[tuple[str, str, bool]]:
+def tests_table(tests: Mapping[str, dict[str, Any]], against: str, score: str) -> Table:
+    """One line per method: how far from the best, and whether that can be told from chance."""
+    table = Table(
+        title=f"against {against}", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False
+    )
+    table.add_column("method", overflow="fold")
+    for name in (f"difference{_unit(score)} [95 % interval]", "p", "p (Holm)", "", "pairs"):
+        table.add_column(name, justify="right")
+    for name, test in tests.items():
+        difference, p_holm = test_cells(test, score)
+        verdict = "tie" if test["is_tie"] else ("worse" if test["p"] is not None else "-")
+        table.add_row(name, difference, _p(test["p"]), p_holm, verdict, str(test["pairs"]))
+    return table
+
+
+def trials_table(lines: Sequence[Sequence[str]], metric: str) -> Table:
+    """One line per trial: what was tried, and its score on validation rows."""
+    table = Table(
+        title="trials on validation rows", title_justify="left", box=box.SIMPLE_HEAD,
+        pad_edge=False,
+    )  # fmt: skip
+    for name in ("method", "setting"):
+        table.add_column(name, overflow="fold")
+    table.add_column(f"validation {metric.replace('_', ' ')}{_unit(metric)}", justify="right")
+    table.add_column("")
+    for line in lines:
+        table.add_row(*line)
+    return table
+
+
+def test_cells(test: Mapping[str, Any] | None, score: str) -> list[str]:
+    """Difference with its interval, and the corrected p-value."""
+    if test is None or test["difference"] is None:
+        return ["-", "-"]
+    scale, digits = (100, 1) if _is_share(score) else (1, 4)
+    told = [f"{scale * test[name]:+.{digits}f}" for name in ("difference", "low", "high")]
+    return [f"{told[0]} [{told[1]}, {told[2]}]", _p(test["p_holm"])]
+
+
+def cost_cells(runs: Sequence[dict[str, Any]], *, with_rounds: bool = False) -> list[str]:
+    """Rows, megabytes up and down, and seconds; means over the seeds."""
+    costs = [
+        _count(mean_of(runs, "rows")),
+        _megabytes(mean_of(runs, "bytes_up")),
+        _megabytes(mean_of(runs, "bytes_down")),
+        f"{mean_of(runs, 'seconds') or 0:.1f}",
+    ]
+    return [_count(mean_of(runs, "rounds")), *costs] if with_rounds else costs
+
+
+def columns(score: str) -> list[tuple[str, str, bool]]:
     """Score, heading, and whether its spread over seeds is shown."""
-    unit = " %" if _is_share(score) else ""
+    unit = _unit(score)
     if not score.startswith("personal_"):
         return [
             (score, score.replace("_", " ") + unit, True),
@@ -76,22 +132,25 @@ def _columns(score: str) -> list[tuple[str, str, bool]]:
     ]
 
 
-def _best(means: dict[str, float | None], score: str) -> str | None:
+def best(means: Mapping[str, float | None], score: str) -> str | None:
+    """Name of the best mean, None where there is no number."""
     sign = -1 if any(word in score for word in _LOWER_IS_BETTER) else 1
     known = {name: sign * value for name, value in means.items() if value is not None}
     return max(known, key=lambda name: known[name]) if known else None
 
 
-def _mean(runs: Sequence[dict[str, Any]], name: str) -> float | None:
+def mean_of(runs: Sequence[Mapping[str, Any]], name: str) -> float | None:
+    """Mean over the runs that have a value."""
     values = [run[name] for run in runs if run.get(name) is not None]
     return statistics.fmean(values) if values else None
 
 
-def _score(runs: Sequence[dict[str, Any]], name: str, with_spread: bool) -> str:
+def score_of(runs: Sequence[dict[str, Any]], name: str, with_spread: bool) -> str:
+    """Mean over the runs, with its standard deviation where it is wanted."""
     values = [run[name] for run in runs if run.get(name) is not None]
     if not values:
         return "-"
-    is_share = _is_share(name) or (name == "worst_decile" and _is_share(lead(runs[0])))
+    is_share = _is_share(name) or (name == "worst_decile" and _is_share(_ranking(runs[0])))
     scale, digits = (100, 1) if is_share else (1, 4)
     text = f"{scale * statistics.fmean(values):.{digits}f}"
     if with_spread and len(values) > 1:
@@ -99,8 +158,30 @@ def _score(runs: Sequence[dict[str, Any]], name: str, with_spread: bool) -> str:
     return text
 
 
+def format_score(value: float | None, name: str) -> str:
+    """Write one score as tables do."""
+    if value is None:
+        return "-"
+    return f"{100 * value:.1f}" if _is_share(name) else f"{value:.4f}"
+
+
+def _ranking(run: Mapping[str, Any]) -> str:
+    """Name of the score to which the worst tenth belongs."""
+    return f"personal_{run['metric']}_mean" if run.get("metric") else lead(dict(run))
+
+
 def _is_share(name: str) -> bool:
     return any(word in name for word in ("accuracy", "f1", "auroc"))
+
+
+def _unit(name: str) -> str:
+    return " %" if _is_share(name) else ""
+
+
+def _p(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return "<0.001" if value < 0.001 else f"{value:.3f}"
 
 
 def _count(value: float | None) -> str:

@@ -1,14 +1,14 @@
 """``--engine auto``: time a few warm steps of each way to run, and take the fastest.
 
-The choice never changes the algorithm, only the clock; it is stored with the run and a resumed run
-takes it over.
+One thread is tried first, and more only where they win clearly. The choice never changes the
+algorithm, only the clock; it is stored with the run and a resumed run takes it over.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,15 +17,22 @@ import torch
 from torch import Tensor
 
 from handspan.core.algorithm import Algorithm, Phase, Stage
-from handspan.core.data import Csr, FederatedData
+from handspan.core.data import Csr, FederatedData, Round
 from handspan.core.errors import HandspanError
 from handspan.core.federation import draw_round, start
 from handspan.core.records import num_bytes, take
 from handspan.simulation.federation import Simulation
+from handspan.simulation.plans import step_counts
 
 _BLOCKS_CPU = (4, 8, 16, 32, 64)
 _BLOCKS_GPU = (32, 128, 512)
 _SHORT, _LONG = 1, 4  # steps timed; their difference is free of what a phase costs once
+_ATTEMPTS = 4  # the first one records
+_SECONDS = 0.08  # an attempt as long as this is steady enough: no other follows
+_ALL_SECONDS = 1.5  # after which no further way is tried
+# Threads wait for each other, badly so on a machine that does other work as well: they must win
+# clearly.
+_LEAST_GAIN_OF_THREADS = 1.25
 _remembered: dict[Any, EngineChoice] = {}
 
 
@@ -80,9 +87,9 @@ def choose_engine(
         default = 32 if not on_gpu else 512
         return EngineChoice(engine=engine, block_size=block_size or default, threads=available)
     if all(phase.cohort_update is not None for phase in algorithm.rounds):
-        return EngineChoice(engine="stacked", block_size=block_size or 32, threads=available)
+        return EngineChoice(engine="stacked", block_size=block_size or 32, threads=threads or 1)
     if isinstance(data.x, Csr) and any(s.sparse for p in algorithm.rounds for s in p.stages):
-        return EngineChoice(engine="loop", block_size=block_size or 32, threads=available)
+        return EngineChoice(engine="loop", block_size=block_size or 32, threads=threads or 1)
     simulation = Simulation(algorithm, data, seed=seed)
     state = start(algorithm, simulation, seed)
     round = draw_round(0, simulation.population, cohort, "fixed", seed)
@@ -98,91 +105,101 @@ def choose_engine(
         _shapes(algorithm, data, round.ids),
     )
     if key not in _remembered:
-        _remembered[key] = _calibrate(
-            algorithm, data, state.server, round, seed, block_size, threads, available, on_gpu
-        )
+        contest = _Contest(algorithm, data, state.server, round, seed)
+        sizes = [block_size] if block_size else _BLOCKS_GPU if on_gpu else _BLOCKS_CPU
+        _remembered[key] = contest.decide(sizes, threads or 1, threads or available)
     return _remembered[key]
 
 
-def _calibrate(
-    algorithm: Algorithm,
-    data: FederatedData,
-    server: Any,
-    round: Any,
-    seed: int,
-    block_size: int | None,
-    threads: int | None,
-    available: int,
-    on_gpu: bool,
-) -> EngineChoice:
-    timings: list[tuple[float, EngineChoice]] = []
-    worse = 0
-    for candidate in _candidates(len(round.ids), block_size, threads, available, on_gpu):
-        with num_threads(candidate.threads):
-            seconds = _time_client(algorithm, data, server, round, seed, candidate)
-        best = min((t for t, _ in timings), default=float("inf"))
-        timings.append((seconds, candidate))
-        if candidate.engine == "stacked":
-            worse = worse + 1 if seconds > 1.3 * best else 0
-            if worse == 2:  # larger blocks will not turn it round
+class _Contest:
+    """Times ways to run on a few clients of a round."""
+
+    def __init__(
+        self, algorithm: Algorithm, data: FederatedData, server: Any, round: Round, seed: int
+    ) -> None:
+        self._algorithm, self._data, self._seed = algorithm, data, seed
+        self._server, self._round = server, round
+        self._timings: list[tuple[float, EngineChoice]] = []
+        self._begin = time.perf_counter()
+
+    def decide(self, sizes: Sequence[int], least: int, most: int) -> EngineChoice:
+        """Try the loop, then growing blocks while they help, then the best with more threads."""
+        self._try("loop", 32, least)
+        self._begin = time.perf_counter()  # what the first recording loads is not its fault
+        count, worse = len(self._round.ids), 0
+        for size in sorted({min(size, count) for size in sizes}):
+            best = self._best[0]
+            if size < 2 or worse == 2 or self._is_late:  # larger blocks will not turn it round
                 break
-    chosen = min(timings, key=lambda pair: pair[0])[1]
-    measured = tuple((str(candidate), 1e3 * seconds) for seconds, candidate in timings)
-    return dataclasses.replace(chosen, milliseconds=measured)
+            worse = worse + 1 if self._try("stacked", size, least) > best else 0
+        best, chosen = self._best
+        if most > least and not self._is_late:
+            self._try_threads(best, most)
+            faster, other = self._best
+            chosen = other if best > _LEAST_GAIN_OF_THREADS * faster else chosen
+        measured = tuple((str(way), 1e3 * seconds) for seconds, way in self._timings)
+        return dataclasses.replace(chosen, milliseconds=measured)
 
+    def _try_threads(self, best: float, threads: int) -> None:
+        """Try more threads, first on what does best without them."""
+        blocks = [pair for pair in self._timings if pair[1].engine == "stacked"]
+        ways = [self._timings[0], *sorted(blocks, key=lambda pair: pair[0])[:1]]
+        for seconds, way in sorted(ways, key=lambda pair: pair[0]):
+            # Threads at most divide the time; and a block so far behind is not tried.
+            if seconds < threads * best:
+                self._try(way.engine, way.block_size, threads)
 
-def _candidates(
-    size: int, block_size: int | None, threads: int | None, available: int, on_gpu: bool
-) -> list[EngineChoice]:
-    loops = sorted({available} if threads else {1, available})
-    found = [EngineChoice(engine="loop", block_size=32, threads=n) for n in loops]
-    sizes = _BLOCKS_GPU if on_gpu else _BLOCKS_CPU
-    chosen = [block_size] if block_size else sorted({min(size, block) for block in sizes})
-    return found + [
-        EngineChoice(engine="stacked", block_size=block, threads=available)
-        for block in chosen
-        if block > 1
-    ]
+    @property
+    def _best(self) -> tuple[float, EngineChoice]:
+        return min(self._timings, key=lambda pair: pair[0])
 
+    @property
+    def _is_late(self) -> bool:
+        return time.perf_counter() - self._begin > _ALL_SECONDS
 
-def _time_client(
-    algorithm: Algorithm,
-    data: FederatedData,
-    server: Any,
-    round: Any,
-    seed: int,
-    candidate: EngineChoice,
-) -> float:
-    """Seconds of one client's part of a round, from warm steps."""
-    simulation = Simulation(
-        algorithm, data, seed=seed, engine=candidate.engine, block_size=candidate.block_size
-    )
-    simulation.executor.recorder.record_at_once()  # warm: what a long run will replay
-    total = 0.0
-    for phase in algorithm.rounds:
-        ids = _sample(round.ids, data, candidate)
-        broadcast = phase.broadcast(server, round)
-        if phase.per_client:
-            place = torch.searchsorted(round.ids, ids)
-            values = {n: take(getattr(broadcast, n), place) for n in phase.per_client}
-            broadcast = dataclasses.replace(broadcast, **values)
-        timed = {
-            steps: _best(simulation, _shortened(phase, steps), broadcast, ids)
-            for steps in (_SHORT, _LONG)
-        }
-        per_step = max(0.0, timed[_LONG] - timed[_SHORT]) / (_LONG - _SHORT)
-        once = max(0.0, timed[_SHORT] - per_step * _SHORT)
-        steps = _mean_steps(phase, data, ids) / max(1, len(phase.stages))
-        total += (once + per_step * steps) / len(ids)
-    return total
+    def _try(self, engine: str, block_size: int, threads: int) -> float:
+        way = EngineChoice(engine=engine, block_size=block_size, threads=threads)
+        limit = min((seconds for seconds, _ in self._timings), default=float("inf"))
+        with num_threads(threads):
+            seconds = self._time_client(way, limit)
+        self._timings.append((seconds, way))
+        return seconds
 
+    def _time_client(self, way: EngineChoice, limit: float) -> float:
+        """Seconds of one client's part of a round, from warm steps."""
+        simulation = Simulation(
+            self._algorithm,
+            self._data,
+            seed=self._seed,
+            engine=way.engine,
+            block_size=way.block_size,
+        )
+        simulation.executor.recorder.record_at_once()  # warm: what a long run will replay
+        total = 0.0
+        for phase in self._algorithm.rounds:
+            ids = self._sample(way)
+            broadcast = phase.broadcast(self._server, self._round)
+            if phase.per_client:
+                place = torch.searchsorted(self._round.ids, ids)
+                values = {n: take(getattr(broadcast, n), place) for n in phase.per_client}
+                broadcast = dataclasses.replace(broadcast, **values)
+            judge = min if way.threads == 1 else max  # threads have to be steady as well
+            short = judge(_times(simulation, _shortened(phase, _SHORT), broadcast, ids))
+            steps = _mean_steps(phase, self._data, ids) / max(1, len(phase.stages))
+            if short / len(ids) > 3 * limit:  # so slow that more steps need not be seen
+                return total + short / len(ids) * max(1.0, steps)
+            long = judge(_times(simulation, _shortened(phase, _LONG), broadcast, ids))
+            per_step = max(0.0, long - short) / (_LONG - _SHORT)
+            once = max(0.0, short - per_step * _SHORT)
+            total += (once + per_step * steps) / len(ids)
+        return total
 
-def _sample(ids: Tensor, data: FederatedData, candidate: EngineChoice) -> Tensor:
-    """Clients of one block: those of middling size, in order of ids."""
-    count = candidate.block_size if candidate.engine == "stacked" else 4
-    order = data.num_train[ids].argsort(stable=True)
-    first = max(0, (len(ids) - count) // 2)
-    return ids[order[first : first + count].sort().values]
+    def _sample(self, way: EngineChoice) -> Tensor:
+        """Clients of one block: those of middling size, in order of ids."""
+        count, ids = (way.block_size if way.engine == "stacked" else 4), self._round.ids
+        order = self._data.num_train[ids].argsort(stable=True)
+        first = max(0, (len(ids) - count) // 2)
+        return ids[order[first : first + count].sort().values]
 
 
 def _shortened(phase: Phase, steps: int) -> Phase:
@@ -195,8 +212,6 @@ def _shortened(phase: Phase, steps: int) -> Phase:
 
 
 def _mean_steps(phase: Phase, data: FederatedData, ids: Tensor) -> float:
-    from handspan.simulation.plans import step_counts
-
     return sum(
         float(step_counts(stage, data.span(stage.rows)[1][ids]).double().mean())
         for stage in phase.stages
@@ -204,17 +219,20 @@ def _mean_steps(phase: Phase, data: FederatedData, ids: Tensor) -> float:
     )
 
 
-def _best(simulation: Simulation, phase: Phase, broadcast: Any, ids: Tensor) -> float:
-    best = float("inf")
-    for attempt in range(4):  # the first one records
+def _times(simulation: Simulation, phase: Phase, broadcast: Any, ids: Tensor) -> list[float]:
+    """Seconds of a phase in some attempts, after one that does not count."""
+    times: list[float] = []
+    for attempt in range(_ATTEMPTS):
         begin = time.perf_counter()
         for _ in simulation.run_blocks(phase, broadcast, ids, 0):
             pass
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        if attempt:
-            best = min(best, time.perf_counter() - begin)
-    return best
+        seconds = time.perf_counter() - begin
+        times += [seconds] if attempt else []
+        if attempt and seconds > _SECONDS:
+            break
+    return times
 
 
 def _shapes(algorithm: Algorithm, data: FederatedData, ids: Tensor) -> str:

@@ -124,12 +124,15 @@ class Simulation:
 
     def about(self, ids: Tensor) -> ClientData:
         """Return what the clients' functions know of them."""
-        side = self.data.side
+        side, counts = self.data.side, None
+        if self.algorithm.needs_label_counts:
+            counts = self.data.label_counts
         return ClientData(
             num=self.data.num_train[ids],
             key=keys.fold(keys.key(self.seed, "client"), ids),
             side=None if side is None else side[ids.to(side.device)],
             group=None if self.data.groups is None else self.data.groups[ids],
+            label_counts=None if counts is None else counts[ids.to(counts.device)],
         )
 
     def initial(self, ids: Tensor) -> Any:
@@ -211,7 +214,7 @@ class Simulation:
         rows, num = self._flat_rows(ids)
         cohort = Cohort(
             x=rows,
-            segment=torch.repeat_interleave(torch.arange(len(ids)), num).to(_device(self.data)),
+            segment=torch.repeat_interleave(torch.arange(len(ids)), num).to(self.data.device),
             num=num,
             weights=weights,
         )
@@ -231,7 +234,7 @@ class Simulation:
         if len(ids) == self.data.num_clients and int(num.sum()) == self.data.num_rows:
             return self.data.x, num  # everybody, all rows: no copy
         start = torch.repeat_interleave(self.data.offsets[ids] - (num.cumsum(0) - num), num)
-        index = (start + torch.arange(int(num.sum()))).to(_device(self.data))
+        index = (start + torch.arange(int(num.sum()))).to(self.data.device)
         x = self.data.x
         return (x[index] if isinstance(x, Tensor) else x.select(index)), num
 
@@ -340,7 +343,7 @@ class Simulation:
             part = ids[start : start + _SERVED_TOGETHER]
             broadcast = deploy(server, make_round(index, part, self.population))
             x, num = self._flat_rows(part)
-            weight = torch.ones(int(num.sum()), device=_device(self.data))
+            weight = torch.ones(int(num.sum()), device=self.data.device)
             batch = Batch(x=x, y=None, weight=weight, key=torch.tensor(0), rows=weight.long())
             clients = self.store.read_flat(part)
             parts.append(self.algorithm.labels(broadcast, clients, batch))
@@ -371,7 +374,3 @@ class Simulation:
                         frozenset({"params", "buffers"}),
                     ),
                 )
-
-
-def _device(data: FederatedData) -> torch.device:
-    return data.x.device if isinstance(data.x, Tensor) else data.x.values.device

@@ -14,9 +14,9 @@ from handspan.core.algorithm import Phase, Stage, client_update
 from handspan.core.data import Batch, ClientData, Csr, FederatedData
 from handspan.core.records import Record, field_names, from_named, stack, take, to_named
 from handspan.simulation.plans import Block
-from handspan.simulation.tracing import Recorder
+from handspan.simulation.tracing import Recorder, Steps
 
-_BUFFER = 1 << 24  # bytes of rows gathered at once for one client
+_BUFFER = 1 << 20  # bytes of rows gathered at once for one client: they should stay in the cache
 
 
 def select_fields(broadcast: Any, names: frozenset[str], change: Callable[[Any], Any]) -> Any:
@@ -39,6 +39,7 @@ class LoopExecutor:
         self.per_row = per_row
         self.block_size = block_size
         self.recorder = Recorder()
+        self._flat: tuple[Any, list[Tensor], Any] | None = None
 
     def run(
         self, phase: Phase, broadcast: Any, clients: Any, about: ClientData, block: Block
@@ -57,6 +58,7 @@ class LoopExecutor:
         ]
         states = [self._pad(state, int(block.num.max())) for state, _ in results]
         uploads = [upload for _, upload in results]
+        self._flat = None
         return stack(states), None if uploads[0] is None else stack(uploads)
 
     def select(self, phase: Phase, broadcast: Any, j: int) -> Any:
@@ -66,11 +68,11 @@ class LoopExecutor:
     def _run_client(
         self, phase: Phase, broadcast: Any, client: Any, about: ClientData, block: Block, j: int
     ) -> tuple[Any, Any]:
-        def batches(index: int, stage: Stage) -> Iterator[Batch]:
+        def batches(index: int, stage: Stage) -> Iterator[Any]:
             return self._batches(stage, block, j, index, about)
 
         stages = tuple(
-            stage if stage.sparse else _replayed(stage, (phase.name, index), self.recorder)
+            stage if stage.sparse else _Replayed(stage, (phase.name, index), self).stage
             for index, stage in enumerate(phase.stages)
         )
         phase = dataclasses.replace(phase, stages=stages)
@@ -78,32 +80,39 @@ class LoopExecutor:
 
     def _batches(
         self, stage: Stage, block: Block, j: int, index: int, about: ClientData
-    ) -> Iterator[Batch]:
-        """Batches of one client, gathered for as many steps at once as fit a small buffer."""
+    ) -> Iterator[Any]:
+        """Batches of one client, gathered for as many steps at once as fit a small buffer.
+
+        Sparse stages are given records, others the fields as they are.
+        """
         plan, client = block.plans[index], block.ids[j]
         start = int(self.data.offsets[client])
         base = int(self.data.span(stage.rows)[0][client])
         steps = int(plan.num_steps[j])
         step_keys = plan.keys[j].unbind()
+        part = _record_part if stage.sparse else _parts
         if plan.is_constant:  # consecutive rows: a view instead of a copy
             count = int(plan.weight[j, 0].sum())
             place = slice(start + base, start + base + count)
-            batch = make_batch(self.data, place, torch.arange(count), stage.sparse, about.side)
-            for t in range(steps):
-                yield _with_key(batch, step_keys[t])
+            rows = torch.arange(base, base + count)
+            batch = make_batch(self.data, place, rows, stage.sparse, about.side)
+            for k in step_keys[:steps]:
+                yield from part(batch, [count], (k,))
             return
         lengths = plan.weight[j].sum(1).tolist()
         width = max(1, self.data.num_bytes_of_rows(plan.rows.shape[2]))
         together = max(1, _BUFFER // width)
         for first in range(0, steps, together):
-            last = min(steps, first + together)
-            real = plan.weight[j, first:last]
-            rows = plan.rows[j, first:last][real]
-            joined = make_batch(self.data, rows + start, rows - base, stage.sparse, about.side)
-            at = 0
-            for t in range(first, last):
-                yield _part(joined, at, at + lengths[t], step_keys[t])
-                at += lengths[t]
+            span = slice(first, min(steps, first + together))
+            rows = plan.rows[j, span][plan.weight[j, span]]
+            joined = make_batch(self.data, rows + start, rows, stage.sparse, about.side)
+            yield from part(joined, lengths[span], step_keys[span])
+
+    def flatten(self, broadcast: Any) -> tuple[list[Tensor], Any]:
+        """Leaves and structure of a broadcast, which clients of a block share."""
+        if self._flat is None or self._flat[0] is not broadcast:
+            self._flat = (broadcast, *pytree.tree_flatten(broadcast))
+        return self._flat[1], self._flat[2]
 
     def _trim(self, client: Any, num: int) -> Any:
         return select_fields(client, self.per_row, lambda field: field[:num])
@@ -113,6 +122,12 @@ class LoopExecutor:
             return torch.cat([rows, rows.new_zeros(num - len(rows), *rows.shape[1:])])
 
         return select_fields(client, self.per_row, grow)
+
+    def _rows(self, start: int, stop: int) -> Tensor:
+        x = self.data.x
+        if isinstance(x, Csr):
+            return x.select(torch.arange(start, stop)).to_dense()
+        return x[start:stop]
 
     def predict(
         self,
@@ -130,7 +145,7 @@ class LoopExecutor:
         outputs: list[Tensor] = []
         for j, start in enumerate((self.data.offsets[ids] + first).tolist()):
             mine = select_fields(broadcast, per_client, lambda field, j=j: take(field, j))
-            x = self.data.x[start : start + int(count[j])]  # type: ignore[index]
+            x = self._rows(start, start + int(count[j]))
             side = None if about.side is None else about.side[j]
             outputs.append(function(mine, take(clients, j), x, side))
         return torch.cat(outputs)
@@ -149,81 +164,95 @@ def make_batch(
         x = data.x[place]
     weight = torch.ones(
         len(rows),
-        dtype=_float_type(data),
+        dtype=float_type(data),
         device=x.values.device if isinstance(x, Csr) else x.device,
     )
     y = None if data.y is None else data.y[place]
     return Batch(x=x, y=y, weight=weight, key=torch.tensor(0), rows=rows, side=side)
 
 
-def _float_type(data: FederatedData) -> torch.dtype:
+def float_type(data: FederatedData) -> torch.dtype:
+    """Type in which a federation computes."""
     for part in (data.x.values if isinstance(data.x, Csr) else data.x, data.side, data.y):
         if part is not None and part.is_floating_point():
             return part.dtype
     return torch.float32
 
 
-def _with_key(batch: Batch, k: Tensor) -> Batch:
-    """Return the same rows with the key of another step."""
-    return dataclasses.replace(batch, key=k)
+def _parts(batch: Batch, lengths: list[int], step_keys: Any) -> Iterator[list[Tensor]]:
+    """Cut gathered rows into the batches of single steps, as bare fields in their order."""
+    fields = [batch.x, batch.y, batch.weight, batch.rows]
+    cut = [[None] * len(lengths) if f is None else f.split(lengths) for f in fields]
+    for x, y, weight, rows, key in zip(*cut, step_keys, strict=True):
+        batch_fields = (x, y, weight, key, rows, batch.side)
+        yield [field for field in batch_fields if field is not None]
 
 
-def _part(batch: Batch, first: int, last: int, k: Tensor) -> Batch:
-    """Rows first to last of a gathered batch."""
-    if isinstance(batch.x, Csr):
-        x: Any = batch.x.select(torch.arange(first, last))
-    else:
-        x = batch.x[first:last]
-    return Batch(
-        x=x,
-        y=None if batch.y is None else batch.y[first:last],
-        weight=batch.weight[first:last],
-        key=k,
-        rows=batch.rows[first:last],
-        side=batch.side,
-    )
+def _record_part(batch: Batch, lengths: list[int], step_keys: Any) -> Iterator[Batch]:
+    """Cut gathered compressed rows into the batches of single steps."""
+    at = 0
+    for count, key in zip(lengths, step_keys, strict=True):
+        span = slice(at, at + count)
+        at += count
+        yield Batch(
+            x=batch.x.select(torch.arange(span.start, at))
+            if isinstance(batch.x, Csr)
+            else batch.x[span],
+            y=None if batch.y is None else batch.y[span],
+            weight=batch.weight[span],
+            key=key,
+            rows=batch.rows[span],
+            side=batch.side,
+        )
 
 
-class _Flat:
-    """A working record kept as flat tensors while a stage's steps are replayed."""
+class _Replayed:
+    """A stage whose steps are replayed from recordings, on flat tensors."""
 
-    def __init__(self, leaves: list[Tensor], spec: Any) -> None:
-        self.leaves = leaves
-        self.spec = spec
+    def __init__(self, stage: Stage, name: Any, executor: LoopExecutor) -> None:
+        self._stage, self._name, self._executor = stage, name, executor
+        self._steps: Steps | None = None
+        data = executor.data
+        absent = ["y"] * (data.y is None) + ["side"] * (data.side is None)
+        self._given = [name for name in field_names(Batch) if name not in absent]
+        self.stage = dataclasses.replace(stage, step=self.step, finish=self.finish)
 
-    def record(self) -> Any:
-        return pytree.tree_unflatten(self.leaves, self.spec)
+    def step(self, broadcast: Any, working: Any, given: list[Tensor]) -> Steps:
+        """Make a step; between steps the working record is flat."""
+        if self._steps is None:
+            self._steps = self._start(broadcast, working)
+        count = len(given[0])
+        self._steps.run(
+            given,
+            count,
+            weight=self._given.index("weight"),
+            is_common=count == self._stage.batch_size,
+        )
+        return self._steps
 
+    def finish(self, broadcast: Any, working: Any) -> Any:
+        """Return to records, and finish as the stage does."""
+        if isinstance(working, Steps):
+            working = pytree.tree_unflatten(working.state, self._spec)
+        return working if self._stage.finish is None else self._stage.finish(broadcast, working)
 
-def _replayed(stage: Stage, name: Any, recorder: Recorder) -> Stage:
-    """Return the stage with its step replayed from a recording where that pays."""
-    shared: list[Any] = []  # the broadcast is the same in all steps: flattened once
+    def _start(self, broadcast: Any, working: Any) -> Steps:
+        state, self._spec = pytree.tree_flatten(working)
+        shared, shared_spec = self._executor.flatten(broadcast)
+        first, second = len(shared), len(shared) + len(state)
 
-    def step(broadcast: Any, working: Any, batch: Batch) -> _Flat:
-        if not isinstance(working, _Flat):
-            working = _Flat(*pytree.tree_flatten(working))
-            shared[:] = pytree.tree_flatten(broadcast)
-        fields = [batch.x, batch.y, batch.weight, batch.key, batch.rows, batch.side]
-        given = [field for field in fields if field is not None]
-        first = len(shared[0])
-        second = first + len(working.leaves)
-
-        def flat(*leaves: Tensor) -> list[Tensor]:
-            new = stage.step(
-                pytree.tree_unflatten(leaves[:first], shared[1]),
-                pytree.tree_unflatten(leaves[first:second], working.spec),
-                pytree.tree_unflatten(leaves[second:], pytree.tree_structure(batch)),
+        def function(*leaves: Tensor) -> list[Tensor]:
+            fields = dict(zip(self._given, leaves[second:], strict=True))
+            batch = Batch(**{"y": None, **fields})
+            new = self._stage.step(
+                pytree.tree_unflatten(leaves[:first], shared_spec),
+                pytree.tree_unflatten(leaves[first:second], self._spec),
+                batch,
             )
             return pytree.tree_flatten(new)[0]
 
-        leaves = [*shared[0], *working.leaves, *given]
-        return _Flat(recorder((name, stage.step), flat, leaves), working.spec)
-
-    def finish(broadcast: Any, working: Any) -> Any:
-        working = working.record() if isinstance(working, _Flat) else working
-        return working if stage.finish is None else stage.finish(broadcast, working)
-
-    return dataclasses.replace(stage, step=step, finish=finish)
+        name = (self._name, self._stage.step)
+        return Steps(self._executor.recorder, name, function, shared, state)
 
 
 class WireExecutor(LoopExecutor):

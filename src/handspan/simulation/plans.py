@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -144,7 +145,7 @@ def groups(num: Tensor) -> list[Tensor]:
             cuts.append(position)
             head = size
     cuts.append(len(sizes))
-    return [order[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
+    return [order[a:b] for a, b in pairwise(cuts)]
 
 
 def blocks(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from handspan.simulation.rewriting import is_pure, value_of
+from handspan.simulation.rewriting import is_mutable, value_of
 
 _ATEN = torch.ops.aten
 # Torch's own bindings of common operations cost half as much per call as ``torch.ops``.
@@ -78,6 +78,8 @@ class Replay:
         Overwrites the arguments in ``owned``.
     owned
         State arguments whose new values no other tensor shares, by position in the state.
+    num_operations
+        How long it is.
     """
 
     def __init__(self, module: fx.GraphModule, state: range) -> None:
@@ -85,11 +87,16 @@ class Replay:
         self._nodes: list[fx.Node] = list(module.graph.nodes)
         self._index = {node: position for position, node in enumerate(self._nodes)}
         self._places = [node for node in self._nodes if node.op == "placeholder"]
-        self._pure = is_pure(module.graph)
-        self.owned = self._find_owned()
+        self.num_operations = sum(node.op == "call_function" for node in self._nodes)
+        self._pure = not any(map(is_mutable, self._nodes))
+        self.owned = self._find_owned() if state else frozenset()
         mutable = {self._places[state[position]] for position in self.owned}
         self.fresh = self._compile(set())
         self.moving = self._compile(mutable) if mutable else self.fresh
+
+    def __call__(self, *leaves: Tensor) -> list[Tensor]:
+        """Perform the operations; the arguments stay as they are."""
+        return self.fresh(*leaves)
 
     def _find_owned(self) -> frozenset[int]:
         outputs: Any = self._nodes[-1].args[0]
@@ -115,7 +122,7 @@ class Replay:
                 body.append(f"{names[node]} = {self._call(node, names, scope, storage)}")
                 body += self._released(node, position, names)
         header = f"def replay({', '.join(names[place] for place in self._places)}):"
-        result = f"return {_written(self._nodes[-1].args[0], names)}"
+        result = f"return {_written(self._nodes[-1].args[0], names, scope)}"
         exec("\n    ".join([header, *body, result]), scope)
         return scope["replay"]
 
@@ -123,7 +130,7 @@ class Replay:
         self, node: fx.Node, names: dict[fx.Node, str], scope: dict[str, Any], storage: _Storage
     ) -> str:
         if node.target is operator.getitem:
-            return f"{_written(node.args[0], names)}[{node.args[1]!r}]"
+            return f"{names[node.args[0]]}[{node.args[1]!r}]"  # type: ignore[index]
         target: Any = node.target
         function, arguments = _BINDINGS.get(target, target), list(node.args)
         overwritten = storage.overwritten(node)
@@ -132,13 +139,11 @@ class Replay:
             arguments[0], arguments[overwritten] = arguments[overwritten], arguments[0]
         name = f"f{self._index[node]}"
         scope[name] = function
-        values = [_written(value, names) for value in arguments]
-        values += [f"{key}={_constant(value, scope)}" for key, value in node.kwargs.items()]
+        values = [_written(value, names, scope) for value in arguments]
+        values += [f"{key}={_written(value, names, scope)}" for key, value in node.kwargs.items()]
         return f"{name}({', '.join(values)})"
 
-    def _released(
-        self, node: fx.Node, position: int, names: dict[fx.Node, str]
-    ) -> list[str]:
+    def _released(self, node: fx.Node, position: int, names: dict[fx.Node, str]) -> list[str]:
         """Let go of what is used here for the last time."""
         return [
             f"{names[source]} = None"
@@ -157,6 +162,7 @@ class _Storage:
         self._index = index
         self._mutable = mutable
         self._root = {node: _root(node) for node in nodes}
+        self._moved: dict[fx.Node, fx.Node] = {}
         self._last: dict[fx.Node, int] = {}
         for node in nodes:
             root = self._root[node]
@@ -169,26 +175,31 @@ class _Storage:
             return None
         for position in _IN_PLACE[node.target][1]:
             if self._may_overwrite(node, position):
-                root = self._root[node.args[position]]  # type: ignore[index]
-                self._last[root] = self._last[self._root[node]]
-                for other, old in self._root.items():  # the result lives there from now on
-                    if old is self._root[node]:
-                        self._root[other] = root
+                root = self._find(node.args[position])
+                self._last[root] = self._last[node]
+                self._moved[node] = root  # the result lives there from now on
                 return position
         return None
+
+    def _find(self, node: Any) -> fx.Node:
+        """Return the node whose memory holds this one's numbers."""
+        root = self._root[node]
+        while root in self._moved:
+            root = self._moved[root]
+        return root
 
     def _may_overwrite(self, node: fx.Node, position: int) -> bool:
         assert self._mutable is not None
         source = node.args[position] if position < len(node.args) else None
         if not isinstance(source, fx.Node) or (position == 1 and node.kwargs.get("alpha", 1) != 1):
             return False
-        root = self._root[source]
+        root = self._find(source)
         others = [other for other in node.all_input_nodes if other is not source]
         is_free = root in self._mutable or root.op == "call_function"
         return (
             is_free
             and self._last[root] == self._index[node]
-            and all(self._root[other] is not root for other in others)
+            and all(self._find(other) is not root for other in others)
             and list(node.args).count(source) == 1
             and _same_layout(value_of(source), value_of(node), value_of(root))
         )
@@ -224,16 +235,13 @@ def _same_layout(source: Any, result: Any, root: Any) -> bool:
     )
 
 
-def _written(value: Any, names: dict[fx.Node, str]) -> str:
+def _written(value: Any, names: dict[fx.Node, str], scope: dict[str, Any]) -> str:
+    """Source of an argument; what has no literal is put into the scope."""
     if isinstance(value, fx.Node):
         return names[value]
     if isinstance(value, list | tuple):
-        return f"[{', '.join(_written(entry, names) for entry in value)}]"
-    return repr(value)
-
-
-def _constant(value: Any, scope: dict[str, Any]) -> str:
-    if value is None or isinstance(value, bool | int | float):
+        return f"[{', '.join(_written(entry, names, scope) for entry in value)}]"
+    if value is None or isinstance(value, bool | int):
         return repr(value)
     name = f"k{len(scope)}"
     scope[name] = value

@@ -15,18 +15,20 @@ from torch import Tensor, fx
 
 _ATEN = torch.ops.aten
 _SAME_DATA = {_ATEN.detach.default, _ATEN.alias.default}
+_SAME_NUMBERS = {_ATEN.squeeze_.dim, _ATEN.unsqueeze_.default, _ATEN.t_.default}
 _SAME_SHAPE = {_ATEN.expand.default, _ATEN.view.default, _ATEN._unsafe_view.default}
 _TURNS = {_ATEN.t.default, _ATEN.transpose.int}
 _FILLED = {_ATEN.ones_like.default: 1, _ATEN.zeros_like.default: 0}
+_SUMS = {_ATEN.addcmul.default, _ATEN.add.Tensor}
 _PRODUCTS = {_ATEN.mm.default: _ATEN.addmm.default, _ATEN.bmm.default: _ATEN.baddbmm.default}
 
 
 def rewrite(module: fx.GraphModule, constants: dict[int, Tensor], fuse: bool) -> None:
     """Simplify a recording; ``constants`` are arguments that never change, by position."""
     graph = module.graph
-    _insert_constants(module, constants)
-    if not is_pure(graph):
+    if any(map(writes, graph.nodes)):  # what is written to is neither constant nor shared
         return
+    _insert_constants(module, constants)
     _drop_what_changes_nothing(graph)
     graph.eliminate_dead_code()
     _fold_constants(module)
@@ -36,12 +38,14 @@ def rewrite(module: fx.GraphModule, constants: dict[int, Tensor], fuse: bool) ->
     graph.eliminate_dead_code()
 
 
-def is_pure(graph: fx.Graph) -> bool:
-    """Whether no operation writes into its arguments."""
-    return not any(
-        isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
-        for node in graph.nodes
-    )
+def writes(node: fx.Node) -> bool:
+    """Whether the operation changes the numbers of an argument in place."""
+    return node.target not in _SAME_NUMBERS and is_mutable(node)
+
+
+def is_mutable(node: fx.Node) -> bool:
+    """Whether the operation changes an argument, be it only its shape."""
+    return bool(getattr(getattr(node.target, "_schema", None), "is_mutable", False))
 
 
 def value_of(node: fx.Node) -> Tensor | None:
@@ -59,8 +63,9 @@ def shape_of(node: Any) -> tuple[int, ...] | None:
 def _insert_constants(module: fx.GraphModule, constants: dict[int, Tensor]) -> None:
     places = [node for node in module.graph.nodes if node.op == "placeholder"]
     for position, value in constants.items():
-        with module.graph.inserting_after(places[-1]):
-            places[position].replace_all_uses_with(_constant(module, value))
+        if places[position].users:
+            with module.graph.inserting_after(places[-1]):
+                places[position].replace_all_uses_with(_constant(module, value))
 
 
 def _constant(module: fx.GraphModule, value: Tensor) -> fx.Node:
@@ -141,10 +146,37 @@ def _join_repetitions(graph: fx.Graph) -> None:
 def _fuse_updates(graph: fx.Graph) -> None:
     """Add matrix products to what they are added to: ``p - rate * (a @ b)`` and ``y + a @ b``."""
     for node in list(graph.nodes):
+        if (
+            node.target in _TURNS
+            and _is_lone_product(node.args[0])
+            and {user.target for user in node.users} <= _SUMS
+        ):
+            _turn_product(graph, node)
+    _drop_what_changes_nothing(graph)
+    for node in list(graph.nodes):
         if node.target is _ATEN.addcmul.default:
             _fuse_scaled(graph, node)
         elif node.target is _ATEN.add.Tensor:
             _fuse_sum(graph, node)
+
+
+def _turn_product(graph: fx.Graph, node: fx.Node) -> None:
+    """``(a @ b).T`` becomes ``b.T @ a.T``."""
+    product: Any = node.args[0]
+    rank = len(shape_of(product) or ())
+    if _axes(node) != {rank - 2, rank - 1}:
+        return
+    with graph.inserting_before(product):
+        turned = []
+        for factor in reversed(product.args):
+            turn = graph.call_function(_ATEN.transpose.int, (factor, rank - 2, rank - 1))
+            turn.meta["val"] = value_of(factor).transpose(rank - 2, rank - 1)  # type: ignore
+            turned.append(turn)
+        new = graph.call_function(product.target, tuple(turned))
+        new.meta["val"] = torch.empty(shape_of(node), dtype=value_of(node).dtype, device="meta")
+    node.replace_all_uses_with(new)
+    graph.erase_node(node)
+    graph.erase_node(product)
 
 
 def _fuse_scaled(graph: fx.Graph, node: fx.Node) -> None:
@@ -155,10 +187,9 @@ def _fuse_scaled(graph: fx.Graph, node: fx.Node) -> None:
     left, right = product.args  # type: ignore[union-attr]
     scale_left = _numel(left) <= _numel(right)
     with graph.inserting_before(node):
-        scaled = graph.call_function(
-            _ATEN.mul.Tensor, (left if scale_left else right, rate)
-        )
-        scaled.meta = dict((left if scale_left else right).meta)  # type: ignore[union-attr]
+        smaller: Any = left if scale_left else right
+        scaled = graph.call_function(_ATEN.mul.Tensor, (smaller, rate))
+        scaled.meta = dict(smaller.meta)
         factors = (scaled, right) if scale_left else (left, scaled)
         _replace_by_sum(graph, node, target, product, factors, 1, node.kwargs.get("value", 1))
 
@@ -190,15 +221,11 @@ def _replace_by_sum(
     graph.erase_node(node)
 
 
-def _is_lone_product(node: Any, like: Any) -> bool:
+def _is_lone_product(node: Any, like: Any = None) -> bool:
     """Whether the node is a product that only one operation uses, of the shape of ``like``."""
-    return (
-        isinstance(node, fx.Node)
-        and isinstance(like, fx.Node)
-        and node.target in _PRODUCTS
-        and len(node.users) == 1
-        and shape_of(node) == shape_of(like)
-    )
+    if not (isinstance(node, fx.Node) and node.target in _PRODUCTS and len(node.users) == 1):
+        return False
+    return like is None or shape_of(node) == shape_of(like)
 
 
 def _is_one_per_client(rate: Any, target: Any) -> bool:

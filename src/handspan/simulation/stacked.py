@@ -15,10 +15,18 @@ from torch import Tensor
 
 from handspan.core.algorithm import Phase, Stage
 from handspan.core.data import Batch, ClientData, Csr, FederatedData
-from handspan.core.records import field_names, map_tensors, take
-from handspan.simulation.loop import LoopExecutor
+from handspan.core.records import take
+from handspan.simulation.batching import (
+    expand,
+    fit_rows,
+    flatten,
+    gather,
+    in_order,
+    select_axis,
+)
+from handspan.simulation.loop import LoopExecutor, float_type
 from handspan.simulation.plans import Block, StagePlan, groups
-from handspan.simulation.tracing import Recorder
+from handspan.simulation.tracing import Recorder, Steps
 
 
 class StackedExecutor:
@@ -49,7 +57,7 @@ class StackedExecutor:
             states, uploads = self.run(phase, *copies, take(about, pair), twice)
             return take(states, slice(1)), None if uploads is None else take(uploads, slice(1))
         broadcast = expand(broadcast, phase.unbatched | phase.per_client, size)
-        clients = _fit_rows(clients, self.per_row, block.longest)
+        clients = fit_rows(clients, self.per_row, block.longest)
         mapped = self._mapper(phase.unbatched)
         working = mapped(phase.begin, broadcast, clients, about)
         for index, stage in enumerate(phase.stages):
@@ -61,7 +69,7 @@ class StackedExecutor:
 
     def _mapper(self, unbatched: frozenset[str]) -> Callable[..., Any]:
         def mapped(function: Callable[..., Any], broadcast: Any, *arguments: Any) -> Any:
-            leaves, dims, spec = _flatten(broadcast, unbatched, arguments)
+            leaves, dims, spec = flatten(broadcast, unbatched, arguments)
             structure: list[Any] = []
 
             def flat(*leaves: Tensor) -> list[Tensor]:
@@ -88,42 +96,22 @@ class StackedExecutor:
         """Run the steps of one stage; clients that have finished drop out."""
         plan = block.plans[index]
         order = plan.num_steps.argsort(descending=True, stable=True)
-        in_order = bool((order == torch.arange(len(order))).all())
-        if not in_order:
+        is_sorted = bool((order == torch.arange(len(order))).all())
+        if not is_sorted:
             working, plan = take(working, order), _reorder(plan, order)
             broadcast = select_axis(broadcast, None, order, phase.unbatched)
             about = take(about, order)
         start = self.data.offsets[block.ids[order]]
+        batches = _Batches(self.data, stage, plan, start, about)
+        clients = _Clients(phase, stage, index, broadcast, working, batches, self.recorder)
         counts = plan.num_steps.tolist()
-        step = _Step(phase, stage, index, broadcast, working, self.recorder)
-        done: list[list[Tensor]] = []
-        batch: Batch | None = None
-        size = len(counts)
+        active = len(counts)
         for t in range(plan.steps):
-            active = sum(count > t for count in counts)
-            needed = _round_up(active, len(counts))
-            if needed < size:
-                done.append(step.narrow(needed))
-                size, batch = needed, None
-            if batch is None or not plan.is_constant:
-                batch = self._gather(plan, t, start, size, about)
-            step.run(batch, plan.keys[:size, t].to(batch.weight.device), active)
-        for finished in reversed(done):
-            step.leaves = [torch.cat(pair) for pair in zip(step.leaves, finished, strict=True)]
-        working = step.working()
-        return working if in_order else take(working, order.argsort())
-
-    def _gather(
-        self, plan: StagePlan, t: int, start: Tensor, size: int, about: ClientData
-    ) -> Batch:
-        turn = 0 if plan.is_constant else t
-        rows, real = plan.rows[:size, turn], plan.weight[:size, turn]
-        x, y = gather(self.data, (rows + start[:size].unsqueeze(1)))
-        side = None if about.side is None else about.side[:size]
-        weight = real.to(x.device, _weight_type(self.data, x))
-        return Batch(
-            x=x, y=y, weight=weight, key=torch.zeros(size, dtype=torch.int64), rows=rows, side=side
-        )
+            while counts[active - 1] <= t:
+                active -= 1
+            clients.step(t, active)
+        working = clients.working()
+        return working if is_sorted else take(working, order.argsort())
 
     def predict(
         self,
@@ -157,11 +145,47 @@ class StackedExecutor:
             outputs = mapped(function, expanded, mine, x, side)
             kept = real[: len(group)].to(outputs.device)
             parts.append((group, outputs[: len(group)][kept]))
-        return _in_order(parts, count)
+        return in_order(parts, count)
 
 
-class _Step:
-    """A stage's step on a block, with the working state kept as flat tensors between steps."""
+class _Batches:
+    """Batches of a block's stage, as bare fields."""
+
+    def __init__(
+        self, data: FederatedData, stage: Stage, plan: StagePlan, start: Tensor, about: ClientData
+    ) -> None:
+        self._data, self._side, self._is_constant = data, about.side, plan.is_constant
+        # A client without rows of this kind may begin behind the last row of all.
+        start = torch.where(plan.num_steps > 0, start, -plan.rows[:, 0, 0])
+        self._place = (plan.rows + start.view(-1, 1, 1)).unbind(1)
+        self._rows = plan.rows.unbind(1)
+        x = data.x.values if isinstance(data.x, Csr) else data.x
+        real = plan.weight.to(x.device, float_type(data))
+        self._weight = real.unbind(1)
+        self._keys = plan.keys.to(x.device).unbind(1)
+        self.is_full = plan.weight.all(2).all(0).tolist()  # of each step: no padding
+        self.is_common = plan.rows.shape[2] == stage.batch_size
+        self.names = ("x", "y", "weight", "key", "rows", "side")
+        absent = {"y"} if data.y is None else set()
+        absent |= {"side"} if about.side is None else set()
+        self.names = tuple(name for name in self.names if name not in absent)
+        self._last: tuple[int, list[Tensor]] | None = None
+
+    def get(self, t: int, size: int) -> tuple[list[Tensor], bool]:
+        """Fields of step t for the first clients, and whether no row is padding."""
+        key, turn = self._keys[t][:size], 0 if self._is_constant else t
+        if not self._is_constant or self._last is None or self._last[0] != size:
+            x, y = gather(self._data, self._place[turn][:size])
+            side = None if self._side is None else self._side[:size]
+            fields = (x, y, self._weight[turn][:size], key, self._rows[turn][:size], side)
+            self._last = size, [field for field in fields if field is not None]
+        given = self._last[1]
+        given[self.names.index("key")] = key
+        return given, self.is_full[turn]
+
+
+class _Clients:
+    """A block's clients in one stage, their working state kept as flat tensors between steps."""
 
     def __init__(
         self,
@@ -170,133 +194,68 @@ class _Step:
         index: int,
         broadcast: Any,
         working: Any,
+        batches: _Batches,
         recorder: Recorder,
     ) -> None:
-        shared, dims, self._broadcast_spec = _flatten(broadcast, phase.unbatched, ())
-        self._shared, self._shared_dims = shared, dims
-        self.leaves, self._working_spec = pytree.tree_flatten(working)
-        self._batch_spec: Any = None
-        self._stage, self._recorder = stage, recorder
-        self._name = (phase.name, index, stage.step)
+        shared, self._dims, self._broadcast_spec = flatten(broadcast, phase.unbatched, ())
+        state, self._working_spec = pytree.tree_flatten(working)
+        self._first, self._second = len(shared), len(shared) + len(state)
+        self._phase, self._stage, self._batches = phase, stage, batches
+        self._size = self._whole = len(batches.get(0, 1 << 60)[0][0])
+        dims = (*self._dims, *[0] * (len(state) + len(batches.names)))
+        mapped = torch.vmap(self._flat, in_dims=dims, randomness="error")
+        name = (phase.name, index, stage.step)
+        self._steps = Steps(recorder, name, mapped, shared, state)
+        self._done: list[list[Tensor]] = []
 
-    def run(self, batch: Batch, key: Tensor, active: int) -> None:
-        """Step all clients; those behind the first ``active`` keep their state."""
-        fields = [batch.x, batch.y, batch.weight, key, batch.rows, batch.side]
-        given = [field for field in fields if field is not None]
-        if self._batch_spec is None:
-            self._batch_spec = pytree.tree_structure(batch)
-            dims = (*self._shared_dims, *[0] * (len(self.leaves) + len(given)))
-            self._mapped = torch.vmap(self._flat, in_dims=dims, randomness="error")
-        new = self._recorder(self._name, self._mapped, [*self._shared, *self.leaves, *given])
-        if active < len(key):
-            new = [
-                torch.cat([a[:active], b[active:]]) for a, b in zip(new, self.leaves, strict=True)
-            ]
-        self.leaves = new
+    def step(self, t: int, active: int) -> None:
+        """Step t; clients behind the first ``active`` keep their state."""
+        needed = _round_up(active, self._whole)
+        if needed < self._size:
+            self._narrow(needed)
+        given, is_full = self._batches.get(t, needed)
+        is_partial = active < needed
+        old = self._steps.state
+        self._steps.run(
+            given,
+            (needed, is_full),
+            weight=self._batches.names.index("weight") if is_full else None,
+            is_common=self._batches.is_common,
+            keep=is_partial,
+        )
+        if is_partial:
+            pairs = zip(self._steps.state, old, strict=True)
+            self._steps.replace([torch.cat([a[:active], b[active:]]) for a, b in pairs])
 
     def _flat(self, *leaves: Tensor) -> list[Tensor]:
-        first, second = len(self._shared), len(self._shared) + len(self.leaves)
+        fields = dict(zip(self._batches.names, leaves[self._second :], strict=True))
+        batch = Batch(**{"y": None, **fields})
         working = self._stage.step(
-            pytree.tree_unflatten(leaves[:first], self._broadcast_spec)[0],
-            pytree.tree_unflatten(leaves[first:second], self._working_spec),
-            pytree.tree_unflatten(leaves[second:], self._batch_spec),
+            pytree.tree_unflatten(leaves[: self._first], self._broadcast_spec)[0],
+            pytree.tree_unflatten(leaves[self._first : self._second], self._working_spec),
+            batch,
         )
         outputs, spec = pytree.tree_flatten(working)
         if spec != self._working_spec:
-            raise TypeError(f"a step of phase {self._name[0]!r} changed its working record")
+            raise TypeError(f"a step of phase {self._phase.name!r} changed its working record")
         return outputs
 
-    def narrow(self, size: int) -> list[Tensor]:
-        """Go on with the first clients only; returns the state of the others."""
-        rest = [leaf[size:] for leaf in self.leaves]
-        self.leaves = [leaf[:size] for leaf in self.leaves]
-        self._shared = [
+    def _narrow(self, size: int) -> None:
+        """Go on with the first clients only."""
+        self._size = size
+        self._done.append([leaf[size:] for leaf in self._steps.state])
+        self._steps.state = [leaf[:size] for leaf in self._steps.state]
+        self._steps.shared = [
             leaf if dim is None else leaf[:size]
-            for leaf, dim in zip(self._shared, self._shared_dims, strict=True)
+            for leaf, dim in zip(self._steps.shared, self._dims, strict=True)
         ]
-        return rest
 
     def working(self) -> Any:
-        """Return the working record."""
-        return pytree.tree_unflatten(self.leaves, self._working_spec)
-
-
-def gather(data: FederatedData, index: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Rows of the store at ``index`` (c, width), dense."""
-    flat = index.flatten()
-    if isinstance(data.x, Csr):
-        x = data.x.select(flat.to(data.x.indptr.device)).to_dense()
-    else:
-        x = data.x.index_select(0, flat.to(data.x.device))
-    x = x.view(*index.shape, *x.shape[1:])
-    if data.y is None:
-        return x, None
-    y = data.y.index_select(0, flat.to(data.y.device))
-    return x, y.view(*index.shape, *y.shape[1:])
-
-
-def expand(broadcast: Any, shared: frozenset[str], size: int) -> Any:
-    """Copy the broadcast for each client of a block, large shared fields excepted."""
-
-    def copy(tensor: Tensor) -> Tensor:
-        return tensor.unsqueeze(0).expand(size, *tensor.shape).contiguous()
-
-    return _change(
-        broadcast, lambda name, value: value if name in shared else map_tensors(copy, value)
-    )
-
-
-def select_axis(
-    broadcast: Any, names: frozenset[str] | None, index: Any, without: frozenset[str] = frozenset()
-) -> Any:
-    """Rows ``index`` of the fields with a client axis (None: of all fields but ``without``)."""
-    return _change(
-        broadcast,
-        lambda name, value: (
-            take(value, index)
-            if (names is None or name in names) and name not in without
-            else value
-        ),
-    )
-
-
-def _change(broadcast: Any, change: Callable[[str, Any], Any]) -> Any:
-    values = {name: getattr(broadcast, name) for name in field_names(type(broadcast))}
-    return type(broadcast)(
-        **{name: None if value is None else change(name, value) for name, value in values.items()}
-    )
-
-
-def _fit_rows(clients: Any, per_row: frozenset[str], longest: int) -> Any:
-    """Give per-row fields the padded width that the plans of their block have."""
-
-    def fit(rows: Tensor) -> Tensor:
-        missing = longest - rows.shape[1]
-        if missing <= 0:
-            return rows[:, :longest]
-        return torch.cat([rows, rows.new_zeros(len(rows), missing, *rows.shape[2:])], dim=1)
-
-    named = per_row & set(field_names(type(clients)))
-    if not named:
-        return clients
-    return _change(clients, lambda name, value: fit(value) if name in named else value)
-
-
-def _flatten(
-    broadcast: Any, unbatched: frozenset[str], arguments: tuple[Any, ...]
-) -> tuple[list[Any], tuple[int | None, ...], Any]:
-    """Leaves of all arguments, their client axes (None where unbatched), and the structure."""
-    marked = _change(
-        broadcast,
-        lambda name, value: map_tensors(
-            lambda t: torch.empty(0 if name in unbatched else 1), value
-        ),
-    )
-    leaves, spec = pytree.tree_flatten((broadcast, *arguments))
-    flags = [len(leaf) == 1 for leaf in pytree.tree_leaves(marked)]
-    dims = [0 if batched else None for batched in flags]
-    dims += [0 if isinstance(leaf, Tensor) else None for leaf in leaves[len(flags) :]]
-    return leaves, tuple(dims), spec
+        """Return the working record, finished clients included."""
+        leaves = self._steps.state
+        for finished in reversed(self._done):
+            leaves = [torch.cat(pair) for pair in zip(leaves, finished, strict=True)]
+        return pytree.tree_unflatten(leaves, self._working_spec)
 
 
 def _round_up(active: int, size: int) -> int:
@@ -305,12 +264,6 @@ def _round_up(active: int, size: int) -> int:
     while needed < active:
         needed *= 2
     return min(needed, size)
-
-
-def _weight_type(data: FederatedData, x: Tensor) -> torch.dtype:
-    from handspan.simulation.loop import _float_type
-
-    return x.dtype if x.is_floating_point() else _float_type(data)
 
 
 def _twice(plan: StagePlan) -> StagePlan:
@@ -325,21 +278,3 @@ def _reorder(plan: StagePlan, order: Tensor) -> StagePlan:
         plan.num_steps[order],
         plan.is_constant,
     )
-
-
-def _in_order(parts: list[tuple[Tensor, Tensor]], count: Tensor) -> Tensor:
-    """Put outputs of grouped clients back into the clients' order."""
-    start = count.cumsum(0) - count
-    index = torch.cat(
-        [
-            torch.arange(int(count[group].sum()))
-            + torch.repeat_interleave(
-                start[group] - (count[group].cumsum(0) - count[group]), count[group]
-            )
-            for group, _ in parts
-        ]
-    )
-    outputs = torch.cat([values for _, values in parts])
-    result = torch.empty_like(outputs)
-    result[index.to(outputs.device)] = outputs
-    return result

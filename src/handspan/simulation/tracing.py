@@ -2,127 +2,181 @@
 
 Running a step through ``vmap`` or autograd costs about a millisecond of bookkeeping, often more
 than its arithmetic. The operations themselves depend on shapes alone (a step may not branch on
-values), so they are recorded by ``make_fx``, freed of those that change nothing, and replayed:
-the same arithmetic in the same order, hence the same bits.
+values), so they are recorded by ``make_fx``, rewritten, and replayed.
+
+Steps on full batches are recorded when they first occur. Odd shapes (a last, short batch; all rows
+of a client) must prove that they are common, and their replays keep every bit, so that it makes no
+difference when the recording was made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
+
+from handspan.simulation.replay import Replay
+from handspan.simulation.rewriting import rewrite
 
 Flat = Callable[..., list[Tensor]]
 # Recording costs as much as some dozens of plain calls, so a shape must prove that it is common.
 _CALLS_BEFORE_RECORDING = 12
-_ATEN = torch.ops.aten
-_SAME_DATA = {_ATEN.detach.default, _ATEN.alias.default}
-_SAME_NUMBERS = {_ATEN.squeeze_.dim, _ATEN.unsqueeze_.default, _ATEN.t_.default}
-_SAME_SHAPE = {_ATEN.expand.default, _ATEN.view.default, _ATEN._unsafe_view.default}
+# A step of more operations (an unrolled recurrent network) is slow to record and gains little.
+_MOST_OPERATIONS = 1500
 
 
 class Recorder:
-    """Calls a function on flat tensors, replaying a recording once a shape has become common."""
+    """Recordings of steps, by name and shapes."""
 
     def __init__(self) -> None:
         self._calls: dict[Any, int] = {}
-        self._recordings: dict[Any, Flat] = {}
+        self._recordings: dict[Any, Replay] = {}
+        self._long: set[Any] = set()
         self._patience = _CALLS_BEFORE_RECORDING
 
     def record_at_once(self) -> None:
         """Record on the first call of a shape: for timing what a long run will replay."""
         self._patience = 0
 
-    def __call__(self, name: Any, function: Flat, leaves: list[Tensor]) -> list[Tensor]:
-        """Call ``function(*leaves)``; ``name`` tells functions apart."""
+    def find(
+        self,
+        name: Any,
+        function: Flat,
+        leaves: list[Tensor],
+        *,
+        state: range = range(0),
+        constants: Mapping[int, Tensor] | None = None,
+        is_common: bool = False,
+    ) -> Replay | None:
+        """Return a recording of ``function(*leaves)``, or None as long as plain calls do.
+
+        Parameters
+        ----------
+        name
+            Tells functions apart.
+        state
+            Which leaves are the working state; the function returns their new values.
+        constants
+            Leaves that are the same in all calls of such shapes, by position.
+        is_common
+            Whether the shapes are known to come again and again.
+        """
         signature = (name, tuple([(leaf.shape, leaf.dtype) for leaf in leaves]))
         recording = self._recordings.get(signature)
-        if recording is None:
-            calls = self._calls[signature] = self._calls.get(signature, 0) + 1
-            if calls <= self._patience:
-                return function(*leaves)
-            recording = self._recordings[signature] = record(function, leaves)
-        return recording(*leaves)
+        if recording is not None:
+            return recording
+        is_common = is_common and name not in self._long
+        calls = self._calls[signature] = self._calls.get(signature, 0) + 1
+        if calls <= self._patience and not is_common:
+            return None
+        recording = record(function, leaves, state=state, constants=constants, fuse=is_common)
+        if recording.num_operations > _MOST_OPERATIONS:
+            self._long.add(name)
+        self._recordings[signature] = recording
+        return recording
 
 
-def record(function: Flat, leaves: list[Tensor]) -> Flat:
-    """Return a replay of the tensor operations that the function performs on such leaves."""
+def record(
+    function: Flat,
+    leaves: list[Tensor],
+    *,
+    state: range = range(0),
+    constants: Mapping[int, Tensor] | None = None,
+    fuse: bool = False,
+) -> Replay:
+    """Return a replay of the tensor operations that the function performs on such leaves.
+
+    Parameters
+    ----------
+    state, constants
+        As in ``Recorder.find``.
+    fuse
+        Whether rewriting may change the last bits.
+    """
     from torch.fx.experimental.proxy_tensor import make_fx  # slow to import
 
     with torch.no_grad():
         # A tensor that is two leaves (v and the v that stays fixed) must be told apart: replays
         # are given two.
         module = make_fx(function)(*[leaf.detach() for leaf in leaves])
-    graph = module.graph
-    _drop_what_changes_nothing(graph)
-    if not any(map(_writes, graph.nodes)):  # what is written to is neither constant nor shared
-        _fold_constants(module)
-        _join_repetitions(graph)
-    graph.eliminate_dead_code()
-    module.recompile()
-    return module.forward
+    is_long = len(module.graph.nodes) > _MOST_OPERATIONS
+    rewrite(module, dict(constants or {}), fuse and not is_long)
+    return Replay(module, state)
 
 
-def _drop_what_changes_nothing(graph: fx.Graph) -> None:
-    for node in list(graph.nodes):
-        if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
-            continue
-        source = node.args[0]
-        if _is_idle(node, source):
-            node.replace_all_uses_with(source)
-            graph.erase_node(node)
-        elif node.target is _ATEN.transpose.int and source.target is _ATEN.transpose.int:
-            rank = len(_shape(node))
-            axes = [{axis % rank for axis in step.args[1:3]} for step in (node, source)]
-            if axes[0] == axes[1]:
-                node.replace_all_uses_with(source.args[0])  # type: ignore[arg-type]
-                graph.erase_node(node)
+class Steps:
+    """A working state on its way through the steps of a stage.
 
+    Parameters
+    ----------
+    recorder, name
+        Where recordings of these steps are kept.
+    function
+        (*shared, *state, *given) -> new state, all as flat tensors.
+    shared, state
+        Tensors that stay, and those that each step replaces.
+    """
 
-def _is_idle(node: fx.Node, source: fx.Node) -> bool:
-    """Whether the operation returns its argument (autograd being off)."""
-    if node.target in _SAME_DATA:
-        return True
-    if node.target in _SAME_SHAPE:
-        return _shape(node) == _shape(source)
-    return node.target is _ATEN.mul.Scalar and node.args[1] == 1
+    def __init__(
+        self,
+        recorder: Recorder,
+        name: Any,
+        function: Flat,
+        shared: list[Tensor],
+        state: list[Tensor],
+    ) -> None:
+        self.shared, self.state = shared, state
+        self._recorder, self._name, self._function = recorder, name, function
+        self._known: dict[Hashable, Replay] = {}
+        self._owned: frozenset[int] = frozenset()
 
+    def run(
+        self,
+        given: list[Tensor],
+        shape: Hashable,
+        *,
+        weight: int | None = None,
+        is_common: bool = False,
+        keep: bool = False,
+    ) -> None:
+        """Make one step.
 
-def _writes(node: fx.Node) -> bool:
-    """Whether the operation changes the numbers of an argument in place."""
-    if node.op != "call_function" or node.target in _SAME_NUMBERS:
-        return False
-    return bool(getattr(getattr(node.target, "_schema", None), "is_mutable", False))
+        Parameters
+        ----------
+        given
+            Tensors of the batch.
+        shape
+            What distinguishes shapes of ``given`` and of the state within this stage.
+        weight
+            Position in ``given`` of weights that are all one.
+        is_common
+            As in ``Recorder.find``.
+        keep
+            Whether the old state is still needed.
+        """
+        leaves = [*self.shared, *self.state, *given]
+        replay = self._known.get(shape)
+        if replay is None:
+            first = len(self.shared)
+            second = first + len(self.state)
+            replay = self._recorder.find(
+                (self._name, weight),
+                self._function,
+                leaves,
+                state=range(first, second),
+                constants=None if weight is None else {second + weight: given[weight]},
+                is_common=is_common,
+            )
+            if replay is None:
+                self.state, self._owned = self._function(*leaves), frozenset()
+                return
+            self._known[shape] = replay
+        is_mine = not keep and replay.owned <= self._owned
+        self.state = replay.moving(*leaves) if is_mine else replay.fresh(*leaves)
+        self._owned = replay.owned
 
-
-def _shape(node: fx.Node) -> tuple[int, ...] | None:
-    value = node.meta.get("val", node.meta.get("tensor_meta"))
-    return None if value is None else tuple(value.shape)
-
-
-def _fold_constants(module: fx.GraphModule) -> None:
-    """Compute once what depends on no argument (zeros of a ``where``, ranges)."""
-    for position, node in enumerate(list(module.graph.nodes)):
-        if node.op != "call_function" or node.all_input_nodes:
-            continue
-        name = f"_folded_{position}"
-        module.register_buffer(name, node.target(*node.args, **node.kwargs))
-        with module.graph.inserting_before(node):
-            constant = module.graph.get_attr(name)
-        node.replace_all_uses_with(constant)
-        module.graph.erase_node(node)
-
-
-def _join_repetitions(graph: fx.Graph) -> None:
-    """Do the same operation on the same arguments once."""
-    seen: dict[Any, fx.Node] = {}
-    for node in list(graph.nodes):
-        if node.op != "call_function":
-            continue
-        key = (node.target, repr(node.args), repr(node.kwargs))
-        first = seen.setdefault(key, node)
-        if first is not node:
-            node.replace_all_uses_with(first)
-            graph.erase_node(node)
+    def replace(self, state: list[Tensor]) -> None:
+        """Go on with tensors that nobody else holds."""
+        self.state = state

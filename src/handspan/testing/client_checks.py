@@ -57,7 +57,7 @@ def _check_phase(case: Case, exchange: Exchange) -> None:
     known = set(field_names(type(exchange.broadcast)))
     unknown = (phase.per_client | phase.unbatched) - known
     assert not unknown, f"{what}: the broadcast has no field {sorted(unknown)}"
-    received, client, about = exchange.one(case.algorithm, 1)
+    received, client, about = exchange.one(case.algorithm, exchange.probe)
     working = phase.begin(received, client, about)
     assert isinstance(working, Record), f"{what}: begin must return a Record"
     form = _form(working)
@@ -72,7 +72,7 @@ def _check_phase(case: Case, exchange: Exchange) -> None:
 
     checked = dataclasses.replace(phase, stages=tuple(map(steady, phase.stages)))
     state, upload = dataclasses.replace(exchange, phase=checked).update(
-        case.algorithm, case.made.data, 1, case.seed
+        case.algorithm, case.made.data, exchange.probe, case.seed
     )
     assert isinstance(state, Record), f"{what}: end must return a private record"
     if exchange.kind != "personal":
@@ -121,7 +121,7 @@ def inactive_steps_change_nothing(case: Case) -> None:
     )
     ragged = Case(case.spec, work=passes, seed=case.seed)
     algorithm, data = ragged.algorithm, ragged.made.data
-    seen, *_ = watched(algorithm, data, rounds=1, cohort=6, seed=case.seed)
+    seen, *_ = watched(algorithm, data, rounds=1, cohort=4, seed=case.seed)
     executor = ragged.simulation("stacked").executor
     for exchange in seen:
         together = in_blocks(algorithm, data, exchange, executor, case.seed)
@@ -154,7 +154,7 @@ def padding_is_invisible(case: Case) -> None:
         )
 
     for exchange in case.exchanges:
-        phase, j = exchange.phase, 1
+        phase, j = exchange.phase, exchange.probe
         received, client, about = exchange.one(algorithm, j)
         index, i = int(exchange.round.index), int(exchange.ids[j])
         make = batches_of(data, phase, i, about, round=index, seed=case.seed, change=spoil)
@@ -196,8 +196,8 @@ def inputs_stay_as_they_are(case: Case) -> None:
     for exchange in case.exchanges:
         phase, what = exchange.phase, f"phase {exchange.phase.name!r}"
         guard(phase.broadcast, exchange.before or server, exchange.round, name=f"{what}: broadcast")
-        received, client, about = exchange.one(algorithm, 1)
-        index, i = int(exchange.round.index), int(exchange.ids[1])
+        received, client, about = exchange.one(algorithm, exchange.probe)
+        index, i = int(exchange.round.index), int(exchange.ids[exchange.probe])
         make = batches_of(data, phase, i, about, round=index, seed=case.seed)
         working = guard(phase.begin, received, client, about, name=f"{what}: begin")
         for n, stage in enumerate(phase.stages):

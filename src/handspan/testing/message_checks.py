@@ -116,7 +116,7 @@ def uploads_are_counted_and_private(case: Case) -> None:
 
 def _check_private(case: Case, exchange: Exchange) -> None:
     """Spoil one client's private record: no other client may notice."""
-    algorithm, data, victim = case.algorithm, case.made.data, 1
+    algorithm, data, victim = case.algorithm, case.made.data, exchange.probe
 
     def spoil(tensor: Tensor) -> Tensor:
         changed = tensor.clone()

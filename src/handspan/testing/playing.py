@@ -11,23 +11,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from handspan.core import keys
 from handspan.core.algorithm import Algorithm, Phase, Stage, client_update
 from handspan.core.data import Batch, ClientData, Csr, FederatedData, Round
-from handspan.core.federation import draw_round
 from handspan.core.records import Empty, field_names, take, to_named
 from handspan.simulation.federation import Executor, Simulation
 from handspan.simulation.loop import select_fields
 from handspan.simulation.plans import Block, batch_rows, blocks, plan_stage
 from handspan.simulation.stacked import select_axis
-from handspan.simulation.tracing import Flat, Recorder
-
-OracleBatches = Callable[[int, str, int, int], list[NDArray[np.int64]]]
+from handspan.simulation.tracing import Recorder
 
 
 def step_rows(
@@ -43,35 +38,6 @@ def step_rows(
     rows = [plan.rows[0, 0 if plan.is_constant else t] for t in turns]
     real = [plan.weight[0, 0 if plan.is_constant else t] for t in turns]
     return [r[w] for r, w in zip(rows, real, strict=True)], plan.keys[0]
-
-
-def oracle_batches(algorithm: Algorithm, data: FederatedData, seed: int) -> OracleBatches:
-    """Give the rows of the engines' plans in the form that the oracles take."""
-    phases = {phase.name: phase for phase in algorithm.rounds}
-
-    def batches(round: int, phase: str, stage: int, client: int) -> list[NDArray[np.int64]]:
-        rows, _ = step_rows(data, phases[phase], stage, client, round=round, seed=seed)
-        return [part.numpy() for part in rows]
-
-    return batches
-
-
-def oracle_clients(data: FederatedData) -> list[tuple[NDArray[Any], NDArray[Any]]]:
-    """Training rows (x, y) of each client as arrays."""
-    assert isinstance(data.x, Tensor)
-    spans = zip(data.offsets.tolist(), data.num_train.tolist(), strict=False)
-    y = data.x if data.y is None else data.y
-    return [(data.x[a : a + n].numpy(), y[a : a + n].numpy()) for a, n in spans]
-
-
-def oracle_cohorts(
-    algorithm: Algorithm, simulation: Simulation, cohort: int, rounds: int, seed: int
-) -> list[list[int]]:
-    """Give the cohorts that the loop draws."""
-    return [
-        draw_round(t, simulation.population, cohort, algorithm.sampling, seed).ids.tolist()
-        for t in range(rounds)
-    ]
 
 
 def batches_of(
@@ -102,11 +68,10 @@ def batches_of(
 
 
 class Unrecorded(Recorder):
-    """Runs every step as it is written."""
+    """Records nothing: every step runs as it is written."""
 
-    def __call__(self, name: Any, function: Flat, leaves: list[Tensor]) -> list[Tensor]:
-        """Call the function."""
-        return function(*leaves)
+    def find(self, *arguments: Any, **options: Any) -> None:
+        """Return no recording."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +91,11 @@ class Exchange:
     before: Any = None
     reduction: Any = None
     after: Any = None
+
+    @property
+    def probe(self) -> int:
+        """Position of a client to look at more closely: the second where there are two."""
+        return min(1, len(self.ids) - 1)
 
     @property
     def uploads(self) -> bool:

@@ -1,0 +1,1 @@
+"""Measurements of handspan; each module is a command, ``python -m benchmarks.NAME``."""

@@ -1,0 +1,247 @@
+"""Bugs to plant: plausible slips in the source, each of which some test must notice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A change of the source: ``old`` occurs exactly once in the file.
+
+    Attributes
+    ----------
+    method
+        The method it concerns, or ``shared``.
+    what
+        The slip, in words.
+    file
+        Below ``src/handspan``.
+    old, new
+        Source text before and after.
+    """
+
+    method: str
+    what: str
+    file: str
+    old: str
+    new: str
+
+
+def _of(method: str, file: str, *slips: tuple[str, str, str]) -> tuple[Mutation, ...]:
+    return tuple(Mutation(method, what, file, old, new) for what, old, new in slips)
+
+
+_RATE = "learning_rate=work.rate(round, setting.rounds, setting.scalar)"
+_HALF = "learning_rate=0.5 * work.rate(round, setting.rounds, setting.scalar)"
+_WEIGHT = "weight=WEIGHTS[config.weights],"
+
+MUTATIONS: tuple[Mutation, ...] = (
+    *_of(
+        "local",
+        "methods/local.py",
+        ("wrong scale of the step", _RATE, _HALF),
+        (
+            "new model not kept",
+            "return LocalClient(params=k.params, buffers=k.buffers), Empty()",
+            "return LocalClient(params=k.velocity or k.params, buffers=k.buffers), Empty()",
+        ),
+        ("a common start is lost", "task.init(key)", "task.init(key + 1)"),
+    ),
+    *_of(
+        "fedavg",
+        "methods/fedavg.py",
+        ("missing weight", _WEIGHT, 'weight=WEIGHTS["uniform"],'),
+        ("swapped sign", "mean.params[k] - p for", "p - mean.params[k] for"),
+        ("missing root", "(second[k].sqrt() + config.tau)", "(second[k] + config.tau)"),
+        ("swapped sign of yogi", "torch.sign(second[k] - s)", "torch.sign(s - second[k])"),
+        ("wrong start of the moment", "config.tau**2)", "config.tau)"),
+        (
+            "old momentum forgotten",
+            "first[k] * config.server_momentum + d",
+            "d * config.server_momentum + d",
+        ),
+    ),
+    *_of(
+        "fedavg_groups",
+        "methods/fedavg_groups.py",
+        ("missing weight", _WEIGHT, 'weight=WEIGHTS["uniform"],'),
+        ("wrong group", "GroupsUpload(choice=k.group,", "GroupsUpload(choice=k.group.roll(1),"),
+        ("wrong scale of the step", _RATE, _HALF),
+    ),
+    *_of(
+        "fedrep",
+        "methods/fedrep.py",
+        ("missing weight", _WEIGHT, 'weight=WEIGHTS["examples"],'),
+        (
+            "blocks in the wrong order",
+            "[Stage(step=head_step, **personal), Stage(step=body_step, **shared)]",
+            "[Stage(step=body_step, **shared), Stage(step=head_step, **personal)]",
+        ),
+        (
+            "old head for the new one",
+            "lambda body: task.loss({**body, **k.head}, k.buffers, batch), k.shared",
+            "lambda body: task.loss({**k.shared, **k.head}, k.buffers, batch), k.shared",
+        ),
+        (
+            "wrong step size of the head",
+            "k.head_velocity, b.head_learning_rate)",
+            "k.head_velocity, b.learning_rate)",
+        ),
+    ),
+    *_of(
+        "ifca",
+        "methods/ifca.py",
+        ("swapped sign", "torch.argmin(rounded)", "torch.argmax(rounded)"),
+        ("missing weight", _WEIGHT, 'weight=WEIGHTS["uniform"],'),
+        (
+            "padding counted in the choice",
+            "(row_losses * batch.weight).sum() / batch.weight.sum()",
+            "row_losses.mean()",
+        ),
+        (
+            "the first model for the chosen one",
+            "choice=choice, params=chosen.params,",
+            "choice=choice, params=k.params,",
+        ),
+        (
+            "ties go to the last",
+            "torch.round(k.losses.to(torch.float64) * 1e9)",
+            "torch.round(k.losses.to(torch.float64) * 1e9) - 1e-3 * torch.arange(config.k)",
+        ),
+        ("messages without counts", "IfcaSumUpload(choice=upload.choice, models=models)", "models"),
+    ),
+    *_of(
+        "pflmf",
+        "methods/pflmf.py",
+        (
+            "new v for the old one",
+            'self.config.v_for_basis == "old"',
+            'self.config.v_for_basis == "new"',
+        ),
+        ("wrong scale of theta", "else k.fixed @ k.fixed", "else (k.fixed @ k.fixed).sqrt()"),
+        ("wrong divisor", "rate / self.setting.num_clients", "rate / self.setting.cohort"),
+        ("missing weight", "{name: product / weight for", "{name: product for"),
+        ("missing preconditioner", "b.preconditioner @ gradient if", "gradient if"),
+        ("missing offset", "torch.ones_like(coordinates[:1])", "torch.zeros_like(coordinates[:1])"),
+        ("swapped sign", "(total - r.weight * old", "(total + r.weight * old"),
+        ("expected size for the realised one", '== "expected":', '== "cohort":'),
+        ("missing damping", "+ config.damping * eye", "+ 0 * eye"),
+    ),
+    *_of(
+        "fedmgs",
+        "methods/fedmgs.py",
+        ("swapped sign", "(rows @ curvature - linear)", "(rows @ curvature + linear)"),
+        ("missing projection", "- linear)).clamp(min=0)", "- linear))"),
+        (
+            "missing box",
+            "torch.maximum(torch.minimum(moved, server.high), server.low)",
+            "moved",
+        ),
+        ("old sums kept", "hh=new.T @ new - old.T @ old,", "hh=new.T @ new,"),
+        ("new for the difference", "change = (new - old) * weight", "change = new * weight"),
+        ("wrong penalty", "b.penalty * (ones - eye)", "b.penalty * ones"),
+        ("wrong constant", "0.51 * curvature", "0.51 * products / b.num_rows"),
+        ("wrong scale", "linear = 2 * projected / b.num_rows", "linear = projected / b.num_rows"),
+        (
+            "penalty grows when it should not",
+            "rests = relative < self.config.penalty_tolerance",
+            "rests = relative > self.config.penalty_tolerance",
+        ),
+    ),
+    *_of(
+        "perfedsi",
+        "methods/perfedsi.py",
+        ("weights by examples", _WEIGHT, 'weight=WEIGHTS["examples"],'),
+        ("wrong scale of the step", _RATE, _HALF),
+        ("a common start is lost", "task.init(key)", "task.init(key + 1)"),
+    ),
+    *_of(
+        "finetune",
+        "numerics/fine_tuning.py",
+        ("all names move", "parts(model.params, chosen)", "parts(model.params, task.names)"),
+        (
+            "the run's step size for its own",
+            "setting.scalar, learning_rate)",
+            "setting.scalar)",
+        ),
+        (
+            "the old model is served",
+            "params={**k.moving, **k.fixed}, buffers=k.buffers), None",
+            "params={**served(b.serving, k).params}, buffers=k.buffers), None",
+        ),
+    ),
+    *_of(
+        "shared",
+        "numerics/optim.py",
+        ("momentum damped", "velocity[k] * self.momentum + g", "(velocity[k] + g) * self.momentum"),
+        ("swapped sign", "learning_rate, value=-1.0", "learning_rate, value=1.0"),
+        ("nesterov forgotten", "if self.nesterov:", "if False:"),
+        ("decay pushes away", "alpha=self.weight_decay", "alpha=-self.weight_decay"),
+    ),
+    *_of(
+        "shared",
+        "numerics/low_rank.py",
+        ("missing weight", "weights.to(coordinates.device).unsqueeze(1)", "1"),
+        (
+            "transposed map",
+            "(matrix.to(rows) @ rows.flatten(1))",
+            "(matrix.T.to(rows) @ rows.flatten(1))",
+        ),
+    ),
+    *_of(
+        "shared",
+        "numerics/clusters.py",
+        ("an empty cluster is erased", "new.to(old), old)", "new.to(old), 0 * old)"),
+        ("missing weight", "* weights.to(choice.device).unsqueeze(1)", ""),
+    ),
+    *_of(
+        "shared",
+        "simulation/reduction.py",
+        (
+            "missing weight",
+            "(weights.to(flat.device) @ flat)",
+            "(torch.ones_like(weights).to(flat.device) @ flat)",
+        ),
+        ("unsent uploads counted", "if not bool(sent.all()):", "if False:"),
+    ),
+    *_of(
+        "shared",
+        "simulation/plans.py",
+        ("padding counts", "real = (place < size.view(-1, 1, 1)) &", "real = (place < width) &"),
+        (
+            "every pass alike",
+            'keys.fold(k.unsqueeze(1), "pass", torch.arange(passes))',
+            'keys.fold(k.unsqueeze(1), "pass", 0 * torch.arange(passes))',
+        ),
+    ),
+    *_of(
+        "shared",
+        "simulation/federation.py",
+        ("drawn twice, counted once", "weights * round.multiplicity[place]", "weights"),
+        (
+            "lost uploads are counted",
+            "place = ~self._lost(round, ids)",
+            "place = self._lost(round, ids) | True",
+        ),
+    ),
+    *_of(
+        "shared",
+        "simulation/stacked.py",
+        ("missing step mask", "is_partial = active < needed", "is_partial = False"),
+    ),
+    *_of(
+        "shared",
+        "simulation/tracing.py",
+        ("two leaves taken for one", "leaf.detach() for leaf in leaves", "leaf for leaf in leaves"),
+    ),
+    *_of(
+        "shared",
+        "simulation/store.py",
+        (
+            "nothing is discarded",
+            "self._staged = self._staged[: self._committed]",
+            "self._committed = len(self._staged)",
+        ),
+    ),
+)

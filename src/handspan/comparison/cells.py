@@ -1,0 +1,198 @@
+"""Running one cell of a comparison, or taking it over from its folder."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from handspan.comparison.budget import Estimate, estimate, nearest_to, revise
+from handspan.comparison.commands import run_command
+from handspan.comparison.plan import Cell, Plan
+from handspan.comparison.selection import client_identity, selection_data
+from handspan.core.data import FederatedData
+from handspan.core.errors import HandspanError
+from handspan.fitting import Problem, Progress, execute, set_up
+from handspan.registry import parse
+from handspan.runs import RunFolder
+
+Data = FederatedData | Callable[[int, str], tuple[FederatedData, FederatedData | None]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """A finished cell.
+
+    Attributes
+    ----------
+    row
+        Its summary, with what the table needs beside it.
+    scores
+        The leading score of every client; none for matrix problems.
+    was_there
+        Whether it was taken over.
+    """
+
+    row: dict[str, Any]
+    scores: np.ndarray | None
+    was_there: bool
+
+
+@dataclass(kw_only=True)
+class Runner:
+    """Runs the cells of a plan, each in a folder of its own where there is one."""
+
+    plan: Plan
+    data: Data
+    folder: Path | None
+    progress: Callable[[str, int], Progress | None] | None
+    _opened: dict[Any, Any] = field(default_factory=dict)
+
+    def run(self, cell: Cell) -> Outcome | None:
+        """Run or take over a cell; None where it is another shard's and not there yet."""
+        if self.plan.budget is None:
+            return self._once(cell, None)
+        found = self.estimate(cell)
+        tried: list[Outcome] = []
+        attempts: list[tuple[int, int]] = []
+        rounds: int | None = found.rounds
+        bound = self.plan.options.get("rounds")
+        while rounds is not None:
+            outcome = self._once(cell, rounds)
+            if outcome is None:
+                return None
+            tried.append(outcome)
+            attempts.append((rounds, self.plan.budget.spent(outcome.row)))
+            if outcome.row["rounds"] < rounds:  # the method itself had finished
+                break
+            rounds = revise(attempts, self.plan.budget, found, bound)
+        kept = tried[nearest_to(attempts, self.plan.budget)]
+        return dataclasses.replace(kept, was_there=all(one.was_there for one in tried))
+
+    def estimate(self, cell: Cell) -> Estimate:
+        """Count the rounds that the budget pays for."""
+        assert self.plan.budget is not None
+
+        def with_rounds(rounds: int) -> Problem:
+            return self._set_up(cell, rounds)[0]
+
+        return estimate(with_rounds, self.plan.budget, self.plan.options.get("rounds"))
+
+    def _once(self, cell: Cell, rounds: int | None) -> Outcome | None:
+        name = cell.name(rounds)
+        folder = None if self.folder is None else RunFolder(self.folder / name)
+        was_there = folder is not None and folder.summary_path.exists()
+        if not was_there and not cell.is_mine:
+            return None
+        problem, config = self._set_up(cell, rounds)
+        metric = problem.metrics[0] if problem.metrics else None
+        column = None if metric is None else f"personal_{metric.name}"
+        if was_there:
+            assert folder is not None
+            engine = folder.check(config)["engine"]
+            summary, clients = folder.summary(), folder.clients()
+        else:
+            if folder is not None:
+                make(folder.path.parent)
+            follow = None if self.progress is None else self.progress(_label(cell), cell.seed)
+            result = execute(
+                problem,
+                config,
+                out=None if folder is None else folder.path,
+                resume=True,
+                progress=follow,
+            )
+            summary, clients = result.summary, result.clients
+            engine = {
+                "engine": result.choice.engine,
+                "block_size": result.choice.block_size,
+                "threads": result.choice.threads,
+                "device": problem.setting.device.type,
+            }
+        scores = None if column is None else clients[column].double().numpy()
+        row = {
+            **summary,
+            "cell": name,
+            "chosen": dict(cell.choice),
+            "metric": None if metric is None else metric.name,
+            "higher_is_better": None if metric is None else metric.higher_is_better,
+            "clients_hash": client_identity(self._open(cell)[0]),
+            "command": self._command(cell, problem, config, engine),
+        }
+        return Outcome(row=row, scores=scores, was_there=was_there)
+
+    def _command(
+        self, cell: Cell, problem: Problem, config: Mapping[str, Any], engine: Mapping[str, Any]
+    ) -> str | None:
+        if cell.trial is not None:
+            return None
+        return run_command(
+            cell.text,
+            dataclasses.asdict(problem.options),
+            self.plan.data_options,
+            config["settings"],
+            engine,
+        )
+
+    def _set_up(self, cell: Cell, rounds: int | None) -> tuple[Problem, dict[str, Any]]:
+        data, held_out = self._open(cell)
+        fields = parse(cell.text).fields
+        mine = {key: value for key, value in cell.choice.items() if key in fields}
+        rest = {key: value for key, value in cell.choice.items() if key not in fields}
+        options = dict(self.plan.options)
+        for one, other in (("steps", "epochs"), ("epochs", "steps")):
+            if one in rest:
+                options.pop(other, None)
+        options.update(rest)
+        if rounds is not None:
+            options["rounds"] = rounds
+        return set_up(
+            cell.text,
+            data,
+            held_out=held_out,
+            seed=cell.seed,
+            settings={**self.plan.settings[cell.text], **mine},
+            data_options=None if cell.trial is not None else self.plan.data_options,
+            **options,
+        )
+
+    def _open(self, cell: Cell) -> tuple[FederatedData, FederatedData | None]:
+        """Rows of a cell; a trial's have no test rows among them."""
+        problem = parse(cell.text).method.problem
+        if cell.trial is None:
+            return self._given(cell.seed, problem)
+        key = ("trial", cell.seed, problem)
+        if key not in self._opened:
+            self._opened.clear()
+            self._opened[key] = selection_data(self._given(cell.seed, problem)[0])
+        return self._opened[key], None
+
+    def _given(self, seed: int, problem: str) -> tuple[FederatedData, FederatedData | None]:
+        if isinstance(self.data, FederatedData):
+            return self.data, None
+        return self.data(seed, problem)
+
+
+def _label(cell: Cell) -> str:
+    from handspan.comparison.grids import tell
+
+    return cell.text if cell.trial is None else f"{cell.text} {tell(cell.choice)}"
+
+
+def make(folder: Path) -> None:
+    """Make a folder, or say why not."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise HandspanError(f"cannot create {folder}: {error.strerror}") from None
+
+
+def shard_of(plan: Plan, cells: Sequence[Cell], cell: Cell) -> int:
+    """Return the shard to which a cell belongs."""
+    method = plan.texts.index(cell.text)
+    place = plan.seeds.index(cell.seed) if cell.trial is None else cell.trial
+    return plan.owner(method, place)

@@ -1,0 +1,158 @@
+"""Giving an oracle the same rows, cohorts and first values that a run has, as NumPy arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from handspan.core import keys
+from handspan.core.algorithm import Algorithm
+from handspan.core.data import FederatedData
+from handspan.core.federation import RunState, draw_round, run
+from handspan.core.records import Params
+from handspan.numerics.local_work import LocalWork
+from handspan.registry import parse
+from handspan.simulation.federation import Simulation
+from handspan.testing.playing import Unrecorded, step_rows
+from handspan.testing.toys import problem
+
+OracleBatches = Callable[[int, str, int, int], list[NDArray[np.int64]]]
+Arrays = dict[str, NDArray[np.float64]]
+
+
+class Reference:
+    """A finished run on a toy problem, and all that its oracle must be given.
+
+    Parameters
+    ----------
+    text
+        The method, as a user names it.
+    work
+        Local work; that of the toys by default.
+    rounds, cohort, seed
+        Of the run.
+    options
+        Of the toy problem.
+    """
+
+    def __init__(
+        self,
+        text: str,
+        work: LocalWork | None = None,
+        *,
+        rounds: int = 4,
+        cohort: int = 5,
+        seed: int = 3,
+        engine: str = "loop",
+        **options: Any,
+    ) -> None:
+        self.spec = parse(text)
+        self.rounds, self.cohort, self.seed = rounds, cohort, seed
+        self.data, self.setting = problem(
+            self.spec.method, work=work, cohort=cohort, rounds=rounds, **options
+        )
+        self.algorithm = self.spec.build(self.setting)
+        self.simulation = Simulation(self.algorithm, self.data, seed=seed, engine=engine)
+        self.simulation.executor.recorder = Unrecorded()
+        self.key = keys.key(seed, "init")
+
+    @cached_property
+    def state(self) -> RunState:
+        """The run's last state."""
+        return run(
+            self.algorithm,
+            self.simulation,
+            rounds=self.rounds,
+            cohort=self.cohort,
+            seed=self.seed,
+        )
+
+    @property
+    def server(self) -> Any:
+        """The run's last server record."""
+        return self.state.server
+
+    @property
+    def clients(self) -> Any:
+        """Private records of all clients at the end of the run."""
+        assert self.state is not None
+        return self.simulation.store.read(torch.arange(self.data.num_clients))
+
+    @property
+    def first_clients(self) -> Any:
+        """Private records before the run."""
+        return self.simulation.initial(torch.arange(self.data.num_clients))
+
+    @property
+    def first_server(self) -> Any:
+        """Server record before the run."""
+        return self.algorithm.init_server(self.key, self.simulation.population)
+
+    @property
+    def start(self) -> Arrays:
+        """The task's first parameters."""
+        return arrays(self.setting.model.init(self.key)[0])
+
+    @property
+    def work(self) -> dict[str, Any]:
+        """Local work in the words of the oracles."""
+        work: LocalWork = self.setting.work
+        return {
+            "learning_rate": work.learning_rate,
+            "momentum": work.sgd.momentum,
+            "nesterov": work.sgd.nesterov,
+            "weight_decay": work.sgd.weight_decay,
+        }
+
+    @property
+    def rows(self) -> tuple[Any, Any, OracleBatches]:
+        """Clients, cohorts and batches: the first arguments of most oracles."""
+        cohorts = [
+            draw_round(
+                t, self.simulation.population, self.cohort, self.algorithm.sampling, self.seed
+            ).ids.tolist()
+            for t in range(self.rounds)
+        ]
+        batches = oracle_batches(self.algorithm, self.data, self.seed)
+        return oracle_clients(self.data), cohorts, batches
+
+
+def oracle_batches(algorithm: Algorithm, data: FederatedData, seed: int) -> OracleBatches:
+    """Give the rows of the engines' plans in the form that the oracles take."""
+    phases = {phase.name: phase for phase in algorithm.rounds}
+
+    def batches(round: int, phase: str, stage: int, client: int) -> list[NDArray[np.int64]]:
+        rows, _ = step_rows(data, phases[phase], stage, client, round=round, seed=seed)
+        return [part.numpy() for part in rows]
+
+    return batches
+
+
+def oracle_clients(data: FederatedData) -> list[tuple[NDArray[Any], NDArray[Any]]]:
+    """Training rows (x, y) of each client as arrays."""
+    assert isinstance(data.x, Tensor)
+    spans = zip(data.offsets.tolist(), data.num_train.tolist(), strict=False)
+    y = data.x if data.y is None else data.y
+    return [(data.x[a : a + n].numpy(), y[a : a + n].numpy()) for a, n in spans]
+
+
+def arrays(params: Params) -> Arrays:
+    """Parameters as arrays."""
+    return {name: tensor.detach().numpy().copy() for name, tensor in params.items()}
+
+
+def close(got: Any, wanted: Any, tolerance: float = 1e-10) -> None:
+    """Fail unless tensors, or parameters, agree with an oracle's arrays."""
+    if isinstance(wanted, dict):
+        assert set(got) == set(wanted), f"{sorted(got)} against {sorted(wanted)}"
+        for name in wanted:
+            close(got[name], wanted[name], tolerance)
+        return
+    value = got.detach().double().numpy() if isinstance(got, Tensor) else np.asarray(got)
+    np.testing.assert_allclose(value, wanted, rtol=tolerance, atol=tolerance)
