@@ -19,7 +19,7 @@ from torch import Tensor
 
 from handspan.core.data import ClientData, Population, Round, Rows
 from handspan.core.errors import HandspanError
-from handspan.core.records import Params, R, Record, map_tensors
+from handspan.core.records import Params, Record, map_tensors
 
 
 class Reduced(Record):
@@ -249,7 +249,7 @@ class Algorithm:
 def client_update(
     phase: Phase,
     broadcast: Any,
-    client: R,
+    client: Any,
     data: ClientData,
     batches: Callable[[int, Stage], Any],
 ) -> tuple[Any, Any]:

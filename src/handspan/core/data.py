@@ -280,7 +280,7 @@ class FederatedData:
             if part is not None:
                 array = np.ascontiguousarray(part.detach().cpu().numpy())
                 digest.update(f"{array.dtype}{array.shape}".encode())
-                digest.update(memoryview(array.reshape(-1)).cast("B"))
+                digest.update(array.reshape(-1).view(np.uint8).data)
         return digest.hexdigest()[:16]
 
     @staticmethod

@@ -38,6 +38,7 @@ class Record:
         dataclasses.dataclass(frozen=True, kw_only=True, eq=False)(cls)
 
     def __new__(cls, *args: Any, **fields: Any) -> Record:
+        """Register the class as a tree of tensors when it is first used."""
         # Lazily, so that a record defined in __main__ works in a spawned worker as well.
         _register(cls)
         return super().__new__(cls)

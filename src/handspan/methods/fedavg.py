@@ -6,7 +6,7 @@ Objective
 Map
     [1] Alg. 1             step      local SGD from the broadcast model
     [1] Alg. 1             combine   mean of the local models, weighted by rows
-    [2] Alg. 2             combine   with server_optimizer adam or yogi: w += eta m / (sqrt(v) + tau)
+    [2] Alg. 2             combine   with server_optimizer adam or yogi: w += eta m/(sqrt(v) + tau)
 
 Deviations
     The server's momentum and moments are those of [2] without bias correction; plain momentum

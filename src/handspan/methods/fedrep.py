@@ -170,7 +170,6 @@ def build(setting: Setting, config: FedRepConfig) -> Algorithm:
     def model(b: FedRepBroadcast, client: FedRepClient) -> Model:
         return Model(params={**b.shared, **client.head}, buffers=b.buffers)
 
-    adapt_options = {**personal, "steps": work.adapt_steps, "epochs": None}
     stages = [Stage(step=head_step, **personal), Stage(step=body_step, **shared)]
     if not task.head:  # nothing personal: FedAvg with uniform weights
         stages = stages[1:]
@@ -196,7 +195,7 @@ def build(setting: Setting, config: FedRepConfig) -> Algorithm:
             name="adapt",
             broadcast=broadcast,
             begin=begin,
-            stages=(Stage(step=head_step, **adapt_options),),
+            stages=(Stage(step=head_step, **work.adapting()),),
             end=end_adapt,
         ),
         model=model,

@@ -188,7 +188,6 @@ def build(setting: Setting, config: PflmfConfig) -> Algorithm:
         )
     method = _Pflmf(task, work, setting, config)
     personal, shared = work.split(config.personal_steps, config.shared_steps, default=(5, 1))
-    adapt_options = {**personal, "steps": work.adapt_steps, "epochs": None}
     unbatched = frozenset({"basis"})
     coordinate_stage = Stage(step=method.coordinate_step, finish=method.start_basis, **personal)
     return Algorithm(
@@ -214,7 +213,7 @@ def build(setting: Setting, config: PflmfConfig) -> Algorithm:
             name="adapt",
             broadcast=method.broadcast,
             begin=method.begin,
-            stages=(Stage(step=method.coordinate_step, **adapt_options),),
+            stages=(Stage(step=method.coordinate_step, **work.adapting()),),
             end=method.end_adapt,
             unbatched=unbatched,
         ),

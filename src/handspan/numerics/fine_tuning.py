@@ -8,7 +8,6 @@ client keeps the step at which its validation loss was least, the start included
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from fnmatch import fnmatch
 from typing import Any
 
@@ -119,12 +118,11 @@ def with_fine_tuning(
     )
     if stop:
         tuning = _stopped(tuning, task, setting, check)
-    model: Callable[[Any, Model], Model] = lambda b, client: client
     return dataclasses.replace(
         algorithm,
         name=f"{algorithm.name}+ft",
         personal=(*algorithm.personal, tuning),
-        model=model,
+        model=lambda b, client: client,
         cluster=None,
         deploy=lambda server, round: Empty(),
         deploy_unbatched=frozenset(),

@@ -21,7 +21,7 @@ References
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -98,7 +98,7 @@ class PriorTask(Task):
         self._shift: Tensor | None = None
 
     @contextmanager
-    def using(self, shift: Tensor) -> Iterator[None]:
+    def using(self, shift: Tensor) -> Generator[None]:
         """Add a term to all logits while a client's function runs."""
         before, self._shift = self._shift, shift
         try:

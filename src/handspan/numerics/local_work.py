@@ -65,6 +65,10 @@ class LocalWork:
         steps = 15 if self.steps is None and self.epochs is None else self.steps
         return {"steps": steps, "epochs": self.epochs, "batch_size": self.batch_size}
 
+    def adapting(self) -> dict[str, Any]:
+        """Return the options of the stage in which a new client fits its private part."""
+        return {"steps": self.adapt_steps, "epochs": None, "batch_size": self.batch_size}
+
     def split(
         self,
         personal_steps: int | None = None,

@@ -289,8 +289,15 @@ def csv_table(comparison: Any) -> str:
             numbers += [tables.mean_of(runs, name) for name in _COSTS]
             told = ["" if number is None else f"{number:.10g}" for number in numbers]
             writer.writerow(
-                [method, section.mark(method), len(runs), section.score, *told]
-                + [comparison.about["equal"], tell(runs[0]["chosen"])]
+                [
+                    method,
+                    section.mark(method),
+                    len(runs),
+                    section.score,
+                    *told,
+                    comparison.about["equal"],
+                    tell(runs[0]["chosen"]),
+                ]
             )
     return sink.getvalue()
 

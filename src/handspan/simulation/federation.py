@@ -259,7 +259,7 @@ class Simulation:
         self, server: Any, ids: Tensor, index: int, clients: Any = None
     ) -> Iterator[tuple[Tensor, Any, Any]]:
         """Blocks (ids, B, D) of clients ready to be scored: their personal phases have run."""
-        deploy, _, per_client = self.algorithm.serving
+        deploy = self.algorithm.serving[0]
         for start in range(0, len(ids), _SERVED_TOGETHER):
             part = ids[start : start + _SERVED_TOGETHER]
             round = make_round(index, part, self.population)
