@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import platform
 import resource
 import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -90,12 +92,27 @@ def synthetic_images(num_clients: int, rows: int, device: str = "cpu") -> Federa
 
 
 def describe_machine(device: str = "cpu") -> str:
-    """What the numbers were measured on."""
+    """What the numbers were measured on, when, and at which commit."""
     name = torch.cuda.get_device_name() if device != "cpu" else _processor()
     return (
-        f"{datetime.date.today()}  {name}  {torch.get_num_threads()} threads  "
-        f"torch {torch.__version__}  Python {platform.python_version()}"
+        f"{datetime.date.today()}  {name}, {os.cpu_count()} cores (load {os.getloadavg()[0]:.1f})  "
+        f"torch {torch.__version__}  Python {platform.python_version()}  commit {_commit()}"
     )
+
+
+def _commit() -> str:
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    try:
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def judge(*claims: tuple[str, str, bool]) -> int:
+    """Print what was measured, what it has to be and whether it is; 1 if any claim fails."""
+    for measured, bar, holds in claims:
+        print(f"{measured:<44}{bar:<20}{'ok' if holds else 'MISSED'}", flush=True)
+    return int(not all(holds for _, _, holds in claims))
 
 
 def _processor() -> str:
