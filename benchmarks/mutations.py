@@ -131,23 +131,23 @@ MUTATIONS: tuple[Mutation, ...] = (
     *_of(
         "fedmgs",
         "methods/fedmgs.py",
-        ("swapped sign", "(rows @ curvature - linear)", "(rows @ curvature + linear)"),
-        ("missing projection", "- linear)).clamp(min=0)", "- linear))"),
-        (
-            "missing box",
-            "torch.maximum(torch.minimum(moved, server.high), server.low)",
-            "moved",
-        ),
+        ("missing box", "            high=server.high,\n", ""),
         ("old sums kept", "hh=new.T @ new - old.T @ old,", "hh=new.T @ new,"),
         ("new for the difference", "change = (new - old) * weight", "change = new * weight"),
         ("wrong penalty", "b.penalty * (ones - eye)", "b.penalty * ones"),
         ("wrong constant", "0.51 * curvature", "0.51 * products / b.num_rows"),
-        ("wrong scale", "linear = 2 * projected / b.num_rows", "linear = projected / b.num_rows"),
+        ("wrong scale", "2 * projected / b.num_rows,", "projected / b.num_rows,"),
         (
             "penalty grows when it should not",
             "rests = relative < self.config.penalty_tolerance",
             "rests = relative > self.config.penalty_tolerance",
         ),
+    ),
+    *_of(
+        "fedmgs",
+        "numerics/projected.py",
+        ("swapped sign", "(start @ quadratic - linear)", "(start @ quadratic + linear)"),
+        ("missing projection", ".clamp(min=low, max=high)", ".clamp(max=high)"),
     ),
     *_of(
         "perfedsi",

@@ -234,3 +234,15 @@ def test_compressed_rows_are_worth_as_much_as_dense_ones():
         numbers(*trained("fedmgs:num_components=3", sparse=sparse)[:2]) for sparse in (False, True)
     ]
     compare(found[1], found[0], 1e-10, "sparse against dense")
+
+
+def test_padding_does_not_widen_the_box_of_a_factorisation():
+    made = problem(parse("fedmgs").method)
+    positive = dataclasses.replace(made.data, x=made.data.x + 1)
+    algorithm = parse("fedmgs:num_components=3").build(made.setting)
+    for engine in ("loop", "stacked"):
+        simulation = Simulation(algorithm, positive, seed=2, engine=engine)
+        simulation.executor.recorder = Unrecorded()
+        state = run(algorithm, simulation, rounds=0, cohort=5, seed=2)
+        assert float(state.server.low) == float(positive.x.min()) > 0
+        assert float(state.server.high) == float(positive.x.max())

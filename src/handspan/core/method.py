@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,18 @@ from handspan.core.task import Task
 @dataclass(frozen=True, kw_only=True)
 class MethodConfig:
     """Base of all configurations: frozen, keyword-only, every field documented."""
+
+    def one_of(self, name: str, allowed: Iterable[str]) -> None:
+        """Refuse a word that is none of those allowed."""
+        if getattr(self, name) not in (known := list(allowed)):
+            *most, last = known
+            listed = f"{', '.join(most)} or {last}"
+            raise HandspanError(f"{name} must be {listed}, not {getattr(self, name)!r}")
+
+    def at_least(self, name: str, least: float) -> None:
+        """Refuse a number below the least that makes sense."""
+        if not getattr(self, name) >= least:
+            raise HandspanError(f"{name} must be at least {least}, not {getattr(self, name)}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,8 +36,10 @@ from handspan.core.algorithm import Algorithm, Cohort, Phase, Reduced, Stacked, 
 from handspan.core.data import Batch, ClientData, Population, Round
 from handspan.core.errors import HandspanError
 from handspan.core.method import Method, MethodConfig, Setting
-from handspan.core.records import Empty, Record
-from handspan.numerics.sparse import stored, times, transposed_times
+from handspan.core.records import Record
+from handspan.numerics.projected import projected_steps
+from handspan.numerics.scanning import Scan, scan_phase
+from handspan.numerics.sparse import times, transposed_times
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,11 +69,9 @@ class FedMgsConfig(MethodConfig):
 
     def __post_init__(self) -> None:
         """Refuse unknown choices."""
-        if self.constants not in ("safe", "paper"):
-            raise HandspanError(f"constants must be safe or paper, not {self.constants!r}")
+        self.one_of("constants", ("safe", "paper"))
         for name in ("num_components", "row_steps", "shared_steps"):
-            if getattr(self, name) < 1:
-                raise HandspanError(f"{name} must be at least 1, not {getattr(self, name)}")
+            self.at_least(name, 1)
 
 
 class FedMgsServer(Record):
@@ -88,11 +88,11 @@ class FedMgsServer(Record):
     shrinkage: Tensor  # () nu
     objective: Tensor  # () F after the last round
     change: Tensor  # () relative change of F in the last round
-    scale: Tensor  # () of the random start
+    scale: Tensor  # () of the random start; 1 once that is made
 
 
 class FedMgsBroadcast(Record):
-    """W and the numbers of the round; ``scale`` is 1 but in the set-up."""
+    """W and the numbers of the round."""
 
     basis: Tensor
     num_rows: Tensor
@@ -122,15 +122,6 @@ class FedMgsUpload(Record):
     xh: Tensor  # (M, K)
 
 
-class FedMgsScan(Record):
-    """Four numbers of a client's rows, from which box, penalties and start follow."""
-
-    low: Tensor
-    high: Tensor
-    square_norm: Tensor
-    total: Tensor
-
-
 def build(setting: Setting, config: FedMgsConfig) -> Algorithm:
     """Compose the algorithm."""
     if len(setting.row_shape) != 1:
@@ -144,21 +135,10 @@ def build(setting: Setting, config: FedMgsConfig) -> Algorithm:
         init_server=method.init_server,
         init_client=method.init_client,
         setup=(
-            Phase(
-                name="scan",
-                broadcast=lambda server, round: Empty(),
-                begin=method.begin_scan,
-                stages=(Stage(step=method.scan, steps=1, sparse=True, forward_only=True),),
-                end=lambda b, k, data: (k.client, k.scan),
-                combine=method.take_scan,
-                reduce="stack",
-                computes="all",
-                uploads="all",
-                infers="least and largest entry, sum and norm of the client's rows",
-            ),
+            scan_phase(setting.scalar, method.take_scan),
             Phase(
                 name="start",
-                broadcast=method.broadcast_start,
+                broadcast=method.broadcast,
                 begin=method.begin,
                 stages=(start,),
                 end=method.end,
@@ -190,13 +170,6 @@ def build(setting: Setting, config: FedMgsConfig) -> Algorithm:
             "num_components": float(config.num_components),
         },
     )
-
-
-class FedMgsScanning(Record):
-    """The scan's working state; H waits."""
-
-    client: FedMgsClient
-    scan: FedMgsScan
 
 
 @dataclass(frozen=True)
@@ -235,30 +208,9 @@ class _FedMgs:
 
     # -- set-up ------------------------------------------------------------------------------
 
-    def begin_scan(self, b: Empty, client: FedMgsClient, data: ClientData) -> FedMgsScanning:
-        """Nothing seen yet."""
-        zero = self.setting.scalar
-        return FedMgsScanning(
-            client=client, scan=FedMgsScan(low=zero, high=zero, square_norm=zero, total=zero)
-        )
-
-    def scan(self, b: Empty, k: FedMgsScanning, batch: Batch) -> FedMgsScanning:
-        """Least, largest, squared norm and sum of absolute values; absent entries are zeros."""
-        x = stored(batch.x)
-        if x is batch.x:
-            real = batch.weight.unsqueeze(1) > 0
-            x = torch.where(real, x, torch.zeros_like(x))
-        scan = FedMgsScan(
-            low=x.amin().clamp(max=0) if x is not batch.x else x.amin(),
-            high=x.amax().clamp(min=0) if x is not batch.x else x.amax(),
-            square_norm=(x * x).sum(),
-            total=x.abs().sum(),
-        )
-        return FedMgsScanning(client=k.client, scan=scan)
-
     def take_scan(self, server: FedMgsServer, r: Stacked, round: Round) -> FedMgsServer:
         """Box, penalties and scale of the start."""
-        scan: FedMgsScan = r.uploads
+        scan: Scan = r.uploads
         square = scan.square_norm.double().sum()
         entries = server.num_rows * len(server.basis)
         scale = torch.sqrt(scan.total.double().sum() / entries / self.config.num_components)
@@ -274,12 +226,6 @@ class _FedMgs:
             penalty=self.config.orthogonality * square / server.num_rows,
             shrinkage=self.config.shrinkage * square / server.num_rows,
             scale=scale,
-        )
-
-    def broadcast_start(self, server: FedMgsServer, round: Round) -> FedMgsBroadcast:
-        """As in every round, with the scale of H's start."""
-        return dataclasses.replace(
-            self.broadcast(server, round), scale=server.scale.to(self.setting.scalar)
         )
 
     def sums_at_start(self, b: FedMgsBroadcast, k: FedMgsWorking, batch: Batch) -> FedMgsWorking:
@@ -300,7 +246,12 @@ class _FedMgs:
     def take_start(self, server: FedMgsServer, r: Reduced, round: Round) -> FedMgsServer:
         """Take the sums of all clients."""
         total: FedMgsUpload = r.total
-        server = dataclasses.replace(server, hh=total.hh.to(server.hh), xh=total.xh.to(server.xh))
+        server = dataclasses.replace(
+            server,
+            hh=total.hh.to(server.hh),
+            xh=total.xh.to(server.xh),
+            scale=torch.ones_like(server.scale),
+        )
         return dataclasses.replace(server, objective=self.objective(server))
 
     # -- rounds ------------------------------------------------------------------------------
@@ -313,7 +264,7 @@ class _FedMgs:
             num_rows=server.num_rows.to(like),
             penalty=server.penalty.to(like),
             shrinkage=server.shrinkage.to(like),
-            scale=torch.ones_like(like),
+            scale=server.scale.to(like),
         )
 
     def begin(self, b: FedMgsBroadcast, client: FedMgsClient, data: ClientData) -> FedMgsWorking:
@@ -345,11 +296,14 @@ class _FedMgs:
         curvature = 2 * products / b.num_rows + penalty
         # c_p of the paper, in units of F: lambda_max(W^T W) / N; all clients share one W.
         largest = products / b.num_rows if self.config.constants == "paper" else 0.51 * curvature
-        step = _inverse(torch.linalg.eigvalsh(largest)[-1])
-        linear = 2 * projected / b.num_rows
-        for _ in range(self.config.row_steps):
-            rows = (rows - step * (rows @ curvature - linear)).clamp(min=0)
-        return rows
+        return projected_steps(
+            rows,
+            curvature,
+            2 * projected / b.num_rows,
+            curvature=largest,
+            steps=self.config.row_steps,
+            low=torch.zeros_like(b.scale),
+        )
 
     def cohort_update(
         self, b: FedMgsBroadcast, client: FedMgsClient, cohort: Cohort
@@ -374,12 +328,15 @@ class _FedMgs:
         hh = server.hh + change.hh.to(server.hh)
         xh = server.xh + change.xh.to(server.xh)
         quadratic, linear = 2 * hh / server.num_rows, 2 * xh / server.num_rows  # G1, G2 (Eq. 29)
-        largest = torch.linalg.eigvalsh(quadratic)[-1]
-        step = _inverse((0.5 if self.config.constants == "paper" else 0.51) * largest)
-        basis = server.basis
-        for _ in range(self.config.shared_steps):
-            moved = basis - step * (basis @ quadratic - linear)
-            basis = torch.maximum(torch.minimum(moved, server.high), server.low)
+        basis = projected_steps(
+            server.basis,
+            quadratic,
+            linear,
+            curvature=(0.5 if self.config.constants == "paper" else 0.51) * quadratic,
+            steps=self.config.shared_steps,
+            low=server.low,
+            high=server.high,
+        )
         server = dataclasses.replace(server, basis=basis, hh=hh, xh=xh)
         objective = self.objective(server)
         relative = (objective - server.objective).abs() / server.objective.abs()
@@ -401,11 +358,6 @@ class _FedMgs:
         rows = client.rows
         distance = (b.basis * b.basis).sum(0) - 2 * times(batch.x, b.basis)
         return torch.where(rows.amax(1) > 0, rows.argmax(1), distance.argmin(1))
-
-
-def _inverse(constant: Tensor) -> Tensor:
-    """Return a step size; none where there is nothing to descend (W = 0 or H = 0)."""
-    return torch.where(constant > 0, 1 / constant, torch.zeros_like(constant))
 
 
 METHOD = Method(

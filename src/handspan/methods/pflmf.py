@@ -28,9 +28,7 @@ References
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from fnmatch import fnmatch
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -42,7 +40,7 @@ from handspan.core.errors import HandspanError
 from handspan.core.method import Method, MethodConfig, Setting
 from handspan.core.records import Params, Record, map_tensors
 from handspan.core.task import Task, value_and_grad
-from handspan.numerics.averaging import parts
+from handspan.numerics.averaging import chosen_names, parts
 from handspan.numerics.local_work import LocalWork
 from handspan.numerics.low_rank import apply_map, compose, gram, outer_sums
 
@@ -86,21 +84,13 @@ class PflmfConfig(MethodConfig):
 
     def __post_init__(self) -> None:
         """Refuse unknown or contradictory choices."""
-        choices = {
-            "preset": ("practice", "algorithm1"),
-            "v_for_basis": ("old", "new"),
-            "weights": ("uniform", "examples"),
-            "participation": ("fixed", "bernoulli"),
-            "bernoulli_mean": ("cohort", "expected"),
-            "upload": ("sum", "rank_one"),
-        }
-        for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
-                raise HandspanError(
-                    f"{name} must be {' or '.join(allowed)}, not {getattr(self, name)!r}"
-                )
-        if self.rank < 1:
-            raise HandspanError(f"rank must be at least 1, not {self.rank}")
+        self.one_of("preset", ("practice", "algorithm1"))
+        self.one_of("v_for_basis", ("old", "new"))
+        self.one_of("weights", ("uniform", "examples"))
+        self.one_of("participation", ("fixed", "bernoulli"))
+        self.one_of("bernoulli_mean", ("cohort", "expected"))
+        self.one_of("upload", ("sum", "rank_one"))
+        self.at_least("rank", 1)
         if self.preset == "algorithm1":
             ours = [n for n in ("scaled", "affine") if getattr(self, n)]
             given = [n for n in ("v_learning_rate", "u_learning_rate") if getattr(self, n)]
@@ -214,7 +204,7 @@ def build(setting: Setting, config: PflmfConfig) -> Algorithm:
             broadcast=method.broadcast,
             begin=method.begin,
             stages=(Stage(step=method.coordinate_step, **work.adapting()),),
-            end=method.end_adapt,
+            end=lambda b, k, data: (method.end(b, k, data)[0], None),
             unbatched=unbatched,
         ),
         model=method.model,
@@ -235,17 +225,7 @@ class _Pflmf:
     @property
     def factored(self) -> tuple[str, ...]:
         """Names of the factorised parameters."""
-        if self.config.factor == "all":
-            return self.task.names
-        if self.config.factor == "head":
-            return tuple(self.task.head)
-        names = tuple(n for n in self.task.names if fnmatch(n, self.config.factor))
-        if not names:
-            raise HandspanError(
-                f"factor={self.config.factor!r} matches no parameter; there are "
-                f"{', '.join(self.task.names)}"
-            )
-        return names
+        return chosen_names(self.task, self.config.factor, "factor")
 
     @property
     def num_rows(self) -> int:
@@ -325,12 +305,12 @@ class _Pflmf:
         moved, velocity = self.work.sgd.step(
             {"v": k.coordinates}, {"v": gradient}, {"v": k.velocity}, b.v_rate
         )
-        return _replace(k, coordinates=moved["v"], velocity=velocity.get("v", k.velocity))
+        return replace(k, coordinates=moved["v"], velocity=velocity.get("v", k.velocity))
 
     def start_basis(self, b: PflmfBroadcast, k: PflmfWorking) -> PflmfWorking:
         """Fix v and theta = U v for the basis steps."""
         fixed = k.fixed if self.config.v_for_basis == "old" else self.extended(k.coordinates)
-        return _replace(k, fixed=fixed, anchor=compose(b.basis, fixed))
+        return replace(k, fixed=fixed, anchor=compose(b.basis, fixed))
 
     def basis_step(self, b: PflmfBroadcast, k: PflmfWorking, batch: Batch) -> PflmfWorking:
         """Alg. 1's G_i, and Setup 6: a step on U_i = U + D v^T is one on D; theta moves |v|^2 D."""
@@ -343,7 +323,7 @@ class _Pflmf:
             {**k.delta, **k.body}, gradient, k.delta_velocity, b.u_rate
         )
         delta, body = parts(moved, tuple(k.delta))
-        return _replace(k, delta=delta, body=body, buffers=buffers, delta_velocity=velocity)
+        return replace(k, delta=delta, body=body, buffers=buffers, delta_velocity=velocity)
 
     def end(
         self, b: PflmfBroadcast, k: PflmfWorking, data: ClientData
@@ -352,12 +332,6 @@ class _Pflmf:
         return PflmfClient(coordinates=k.coordinates), PflmfUpload(
             delta=k.delta, coordinates=k.fixed, body=k.body, buffers=k.buffers
         )
-
-    def end_adapt(
-        self, b: PflmfBroadcast, k: PflmfWorking, data: ClientData
-    ) -> tuple[PflmfClient, Any]:
-        """Keep the new v."""
-        return PflmfClient(coordinates=k.coordinates), None
 
     def wire(self, upload: PflmfUpload) -> Record:
         """Return what one client sends."""
@@ -410,13 +384,6 @@ class _Pflmf:
         """theta_i = U v_i, and the shared body."""
         theta = compose(b.basis, self.extended(client.coordinates))
         return Model(params={**b.body, **theta}, buffers=b.buffers)
-
-
-def _replace(working: PflmfWorking, **changes: Any) -> PflmfWorking:
-    """Return a copy with some fields changed."""
-    import dataclasses
-
-    return dataclasses.replace(working, **changes)
 
 
 METHOD = Method(

@@ -6,6 +6,7 @@ Shared by FedAvg, its relatives with other server steps, PerFedSI and the oracle
 from __future__ import annotations
 
 from collections.abc import Callable
+from fnmatch import fnmatch
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from handspan.core.algorithm import Reduced
 from handspan.core.data import Batch
+from handspan.core.errors import HandspanError
 from handspan.core.records import Empty, Params, Record
 from handspan.core.task import Task, value_and_grad
 from handspan.numerics.optim import Sgd
@@ -94,6 +96,18 @@ def parts(params: Params, names: tuple[str, ...] | frozenset[str]) -> tuple[Para
     """Split parameters into the named ones and the rest."""
     chosen = {k: p for k, p in params.items() if k in names}
     return chosen, {k: p for k, p in params.items() if k not in names}
+
+
+def chosen_names(task: Task, which: str, setting: str) -> tuple[str, ...]:
+    """Names of the parameters that a setting means: ``all``, ``head``, or a pattern of names."""
+    if which == "head":
+        return tuple(task.head)
+    names = task.names if which == "all" else tuple(n for n in task.names if fnmatch(n, which))
+    if not names:
+        raise HandspanError(
+            f"{setting}={which!r} matches no parameter; there are {', '.join(task.names)}"
+        )
+    return names
 
 
 def as_float(value: float, like: Params) -> Tensor:

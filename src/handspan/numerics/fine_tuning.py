@@ -8,7 +8,6 @@ client keeps the step at which its validation loss was least, the start included
 from __future__ import annotations
 
 import dataclasses
-from fnmatch import fnmatch
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from handspan.core.errors import HandspanError
 from handspan.core.method import Setting
 from handspan.core.records import Empty, Params, Record, map_tensors
 from handspan.core.task import Task, value_and_grad
-from handspan.numerics.averaging import parts
+from handspan.numerics.averaging import chosen_names, parts
 from handspan.numerics.carrying import on_field, rounded
 from handspan.numerics.local_work import LocalWork
 
@@ -83,7 +82,7 @@ def with_fine_tuning(
     work: LocalWork = setting.work
     sgd = work.sgd
     served = algorithm.model
-    chosen = _chosen(task.names, task.head, names)
+    chosen = chosen_names(task, names, "ft_names")
     deploy, unbatched, per_client = algorithm.serving
     if per_client:
         raise HandspanError(f"+ft does not compose with {algorithm.name}")
@@ -180,14 +179,3 @@ def _stopped(phase: Phase, task: Task, setting: Setting, check: int) -> Phase:
         stages=tuple(stages),
         end=lambda b, k, data: phase.end(b, k.best, data),
     )
-
-
-def _chosen(names: tuple[str, ...], head: tuple[str, ...], which: str) -> tuple[str, ...]:
-    if which == "all":
-        return names
-    if which == "head":
-        return tuple(head)
-    found = tuple(name for name in names if fnmatch(name, which))
-    if not found:
-        raise HandspanError(f"+ft: {which!r} matches no parameter; there are {', '.join(names)}")
-    return found

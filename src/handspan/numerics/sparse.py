@@ -24,9 +24,20 @@ def transposed_times(x: Any, matrix: Tensor) -> Tensor:
     return x.T @ matrix
 
 
-def stored(x: Any) -> Tensor:
-    """Stored entries of the rows: all of them, or the compressed ones."""
-    return x.values if isinstance(x, Csr) else x
+def entries(x: Any, weight: Tensor, padding: float = 0.0) -> Tensor:
+    """Stored entries of the rows; dense rows of weight 0 are filled with ``padding``."""
+    if isinstance(x, Csr):
+        return x.values
+    return torch.where(weight.unsqueeze(1) > 0, x, torch.full_like(x, padding))
+
+
+def extremes(x: Any, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Least and largest entry of the real rows; what compressed rows do not store is 0."""
+    least = entries(x, weight, float("inf")).amin()
+    largest = entries(x, weight, -float("inf")).amax()
+    if isinstance(x, Csr) and len(x.values) < len(x) * int(x.num_columns):
+        return least.clamp(max=0), largest.clamp(min=0)
+    return least, largest
 
 
 def _product(x: Csr, matrix: Tensor, *, transposed: bool) -> Tensor:
