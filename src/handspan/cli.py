@@ -6,6 +6,7 @@ import sys
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from handspan import __version__
 from handspan.core.errors import HandspanError
@@ -70,6 +71,14 @@ Store = Annotated[str | None, _option("where private records live: memory or dis
 Checkpoint = Annotated[str | None, _option("seconds between checkpoints (default 2)")]
 Settings = Annotated[list[str] | None, _option("setting of the method, key=value", "--set")]
 Config = Annotated[str | None, _option("options from a TOML file; those given here go first")]
+Tune = Annotated[
+    int | None,
+    _option("tune on validation rows: so many trials each (4 if none is given: lr 0.03,0.1,0.3,1)"),
+]
+Grid = Annotated[list[str] | None, _option("METHOD:field=a,b,c to try; METHOD may be all")]
+Equal = Annotated[str, _option("what every run may spend: rounds, rows:N or bytes:N")]
+Shard = Annotated[str | None, _option("run the i-th of n parts, as in 1/4; see merge")]
+Stage = Annotated[str, _option("all, or only the trials (tune), or only the final runs (final)")]
 Out = Annotated[str | None, _option("folder for the results")]
 Resume = Annotated[bool, _option("go on with what is in --out", "--resume")]
 Verbose = Annotated[bool, _option("tell which engine was chosen, and why", "--verbose")]
@@ -146,10 +155,25 @@ def run(
     run_method(method, *_collect(values), out=out, resume=resume, verbose=verbose)
 
 
-@app.command()
+class _Compare(TyperCommand):
+    """``--tune`` without a number takes four step sizes."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        for place in [place for place, word in enumerate(args) if word == "--tune"][::-1]:
+            if not args[place + 1 : place + 2] or args[place + 1].startswith("--"):
+                args.insert(place + 1, "4")
+        return super().parse_args(ctx, args)
+
+
+@app.command(cls=_Compare)
 def compare(
     methods: Annotated[str, typer.Argument(help="methods, by commas")],
     seeds: Annotated[int, _option("seeds: seed, seed+1, ... (default 3)")] = 3,
+    tune: Tune = None,
+    grid: Grid = None,
+    equal: Equal = "rounds",
+    shard: Shard = None,
+    stage: Stage = "all",
     data: Data = None,
     partition: Partition = None,
     clients: Clients = None,
@@ -184,10 +208,32 @@ def compare(
     threads: Threads = None,
 ) -> None:
     """Run several methods with several seeds on the same terms; prints one table."""
-    values = {k: v for k, v in locals().items() if k not in ("methods", "seeds", "out")}
-    from handspan.commands import compare_methods
+    own = ("methods", "seeds", "tune", "grid", "equal", "shard", "stage", "out")
+    values = {k: v for k, v in locals().items() if k not in (*own, "own")}
+    from handspan.comparing import compare_methods
 
-    compare_methods(methods.split(","), *_collect(values), seeds=seeds, out=out)
+    compare_methods(
+        methods.split(","),
+        *_collect(values),
+        seeds=seeds,
+        tune=tune,
+        grid=grid or [],
+        equal=equal,
+        shard=shard,
+        stage=stage,
+        out=out,
+    )
+
+
+@app.command()
+def merge(
+    folders: Annotated[list[str], typer.Argument(metavar="OUT...", help="folders of the shards")],
+    out: Annotated[str, typer.Option(help="folder for the whole comparison")],
+) -> None:
+    """Join the shards of a comparison: the table is that of the whole."""
+    from handspan.comparing import merge_folders
+
+    merge_folders(folders, out=out)
 
 
 @app.command()

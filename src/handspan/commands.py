@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from handspan import comparison, fitting
+from handspan import fitting
 from handspan.core.errors import HandspanError
 from handspan.options import DataOptions, TrainingOptions, from_values
 from handspan.registry import parse
@@ -24,14 +25,14 @@ from handspan.runs import RunFolder, write
 console = Console() if sys.stdout.isatty() else Console(width=150)
 
 
-def _training_values(training: TrainingOptions) -> dict[str, Any]:
+def training_values(training: TrainingOptions) -> dict[str, Any]:
+    """Options by name, as ``fit`` takes them."""
     return {name: getattr(training, name) for name in training.__dataclass_fields__}
 
 
-@contextmanager
-def _bar() -> Any:
+def bars() -> Progress:
     """Progress on a terminal; silence elsewhere."""
-    with Progress(
+    return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         TextColumn("{task.fields[status]}"),
@@ -39,30 +40,28 @@ def _bar() -> Any:
         console=console,
         transient=True,
         disable=not sys.stderr.isatty() or not sys.stdout.isatty(),
-    ) as progress:
+    )
 
-        def follow(description: str) -> Any:
-            import time
 
-            task = progress.add_task(description, total=None, status="")
-            begin: list[tuple[float, int]] = []
+def follow(progress: Progress, description: str) -> Callable[[int, int, dict[str, Any]], None]:
+    """Show how far a run is: rounds, their speed, and the leading score."""
+    task = progress.add_task(description, total=None, status="")
+    begin: list[tuple[float, int]] = []
 
-            def tell(done: int, total: int, latest: dict[str, Any]) -> None:
-                if not begin:
-                    begin.append((time.perf_counter(), done))
-                elapsed = time.perf_counter() - begin[0][0]
-                rate = (done - begin[0][1]) / elapsed if elapsed > 0 else 0.0
-                score = latest.get(lead(latest)) if latest else None
-                text = f"round {done}/{total}, {rate:.1f} rounds/s"
-                if score is not None:
-                    text += f", {lead(latest).removesuffix('_mean')} {score:.3f}"
-                progress.update(task, completed=done, total=total, status=text)
-                if done >= total:
-                    progress.remove_task(task)
+    def tell(done: int, total: int, latest: dict[str, Any]) -> None:
+        if not begin:
+            begin.append((time.perf_counter(), done))
+        elapsed = time.perf_counter() - begin[0][0]
+        rate = (done - begin[0][1]) / elapsed if elapsed > 0 else 0.0
+        score = latest.get(lead(latest)) if latest else None
+        text = f"round {done}/{total}, {rate:.1f} rounds/s"
+        if score is not None:
+            text += f", {lead(latest).removesuffix('_mean')} {score:.3f}"
+        progress.update(task, completed=done, total=total, status=text)
+        if done >= total:
+            progress.remove_task(task)
 
-            return tell
-
-        yield follow
+    return tell
 
 
 def run_method(
@@ -82,8 +81,8 @@ def run_method(
     if out is not None and not resume:
         RunFolder(out).refuse_existing()
     data, held_out = fitting.open_data(data_options, training.seed, spec.method.problem)
-    _remarks(data)
-    with _bar() as follow:
+    tell_remarks(data)
+    with bars() as progress:
         result = fitting.fit(
             method,
             data,
@@ -92,23 +91,25 @@ def run_method(
             resume=resume,
             settings=settings,
             data_options=data_options,
-            progress=follow(method),
-            **_training_values(training),
+            progress=follow(progress, method),
+            **training_values(training),
         )
     if verbose:
         _tell_choice(result)
     console.print(comparison_table([result.summary], _title(data_options, result.summary)))
-    _warn_divergence([result.summary])
+    warn_divergence([result.summary])
     if out is not None:
         console.print(f"results in {out}")
 
 
-def _remarks(data: Any) -> None:
+def tell_remarks(data: Any) -> None:
+    """Tell what was done to the data on the way."""
     for remark in data.info.get("remarks", []):
         console.print(f"note: {remark}")
 
 
-def _warn_divergence(rows: list[dict[str, Any]]) -> None:
+def warn_divergence(rows: Iterable[dict[str, Any]]) -> None:
+    """Name the methods whose loss is no number."""
     for method in sorted({row["method"] for row in rows if _diverged(row)}):
         console.print(f"note: {method} diverged: its loss is not finite; try a smaller --lr")
 
@@ -129,47 +130,6 @@ def _title(options: DataOptions, summary: dict[str, Any]) -> str:
         f"{options.data}, {options.partition}, {summary['num_clients']} clients, "
         f"{summary['rounds']} rounds, data {summary['fingerprint']}"
     )
-
-
-def compare_methods(
-    methods: list[str],
-    options: dict[str, Any],
-    settings: dict[str, Any],
-    *,
-    seeds: int,
-    out: str | None,
-) -> None:
-    """``handspan compare``."""
-    data_options, training = from_values(options)
-    values = _training_values(training)
-    seed = values.pop("seed")
-    opened: dict[tuple[int, str], Any] = {}
-
-    def data(current: int, problem: str) -> Any:
-        if (current, problem) not in opened:
-            opened.clear()
-            opened[current, problem] = fitting.open_data(data_options, current, problem)
-        return opened[current, problem]
-
-    for text in methods:
-        parse(text)
-    _remarks(data(seed, parse(methods[0]).method.problem)[0])
-    with _bar() as follow:
-        rows = comparison.compare(
-            methods,
-            data,
-            seeds=seeds,
-            seed=seed,
-            out=out,
-            settings=settings,
-            data_options=data_options,
-            progress=lambda text, current: follow(f"{text} (seed {current})"),
-            **values,
-        )
-    console.print(comparison_table(rows, f"{_title(data_options, rows[0])}, {seeds} seeds"))
-    _warn_divergence(rows)
-    if out is not None:
-        console.print(f"results in {Path(out) / 'comparison.json'}")
 
 
 def make_partition(options: dict[str, Any], *, out: str | None) -> None:

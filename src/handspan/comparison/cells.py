@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from handspan.comparison.budget import Estimate, estimate, nearest_to, revise
 from handspan.comparison.commands import run_command
+from handspan.comparison.folders import held
 from handspan.comparison.plan import Cell, Plan
 from handspan.comparison.selection import client_identity, selection_data
 from handspan.core.data import FederatedData
-from handspan.core.errors import HandspanError
 from handspan.fitting import Problem, Progress, execute, set_up
 from handspan.registry import parse
+from handspan.report.settings import tell
 from handspan.runs import RunFolder
 
 Data = FederatedData | Callable[[int, str], tuple[FederatedData, FederatedData | None]]
@@ -40,6 +41,14 @@ class Outcome:
     row: dict[str, Any]
     scores: np.ndarray | None
     was_there: bool
+
+
+class _Done(NamedTuple):
+    """What a finished run has left."""
+
+    summary: dict[str, Any]
+    clients: dict[str, Any]
+    engine: Mapping[str, Any]
 
 
 @dataclass(kw_only=True)
@@ -86,44 +95,52 @@ class Runner:
         name = cell.name(rounds)
         folder = None if self.folder is None else RunFolder(self.folder / name)
         was_there = folder is not None and folder.summary_path.exists()
-        if not was_there and not cell.is_mine:
+        if not cell.is_mine and not was_there:
             return None
         problem, config = self._set_up(cell, rounds)
-        metric = problem.metrics[0] if problem.metrics else None
-        column = None if metric is None else f"personal_{metric.name}"
-        if was_there:
-            assert folder is not None
-            engine = folder.check(config)["engine"]
-            summary, clients = folder.summary(), folder.clients()
+        if folder is None:
+            done = self._play(cell, problem, config, None)
+        elif was_there:
+            done = _taken_over(folder, config)
         else:
-            if folder is not None:
-                make(folder.path.parent)
-            follow = None if self.progress is None else self.progress(_label(cell), cell.seed)
-            result = execute(
-                problem,
-                config,
-                out=None if folder is None else folder.path,
-                resume=True,
-                progress=follow,
-            )
-            summary, clients = result.summary, result.clients
-            engine = {
-                "engine": result.choice.engine,
-                "block_size": result.choice.block_size,
-                "threads": result.choice.threads,
-                "device": problem.setting.device.type,
-            }
-        scores = None if column is None else clients[column].double().numpy()
+            with held(folder.path):
+                done = self._play(cell, problem, config, folder)
+        metric = problem.metrics[0] if problem.metrics else None
         row = {
-            **summary,
+            **done.summary,
             "cell": name,
             "chosen": dict(cell.choice),
             "metric": None if metric is None else metric.name,
             "higher_is_better": None if metric is None else metric.higher_is_better,
             "clients_hash": client_identity(self._open(cell)[0]),
-            "command": self._command(cell, problem, config, engine),
+            "command": self._command(cell, problem, config, done.engine),
         }
-        return Outcome(row=row, scores=scores, was_there=was_there)
+        scores = None if metric is None else done.clients[f"personal_{metric.name}"]
+        return Outcome(
+            row=row,
+            scores=None if scores is None else scores.double().numpy(),
+            was_there=was_there,
+        )
+
+    def _play(
+        self, cell: Cell, problem: Problem, config: dict[str, Any], folder: RunFolder | None
+    ) -> _Done:
+        """Run a cell, or go on with it."""
+        follow = None if self.progress is None else self.progress(label(cell), cell.seed)
+        result = execute(
+            problem,
+            config,
+            out=None if folder is None else folder.path,
+            resume=True,
+            progress=follow,
+        )
+        engine = {
+            "engine": result.choice.engine,
+            "block_size": result.choice.block_size,
+            "threads": result.choice.threads,
+            "device": problem.setting.device.type,
+        }
+        return _Done(result.summary, result.clients, engine)
 
     def _command(
         self, cell: Cell, problem: Problem, config: Mapping[str, Any], engine: Mapping[str, Any]
@@ -177,22 +194,12 @@ class Runner:
         return self.data(seed, problem)
 
 
-def _label(cell: Cell) -> str:
-    from handspan.comparison.grids import tell
+def _taken_over(folder: RunFolder, config: dict[str, Any]) -> _Done:
+    """Read a finished cell; one of another configuration is refused."""
+    engine = folder.check(config)["engine"]
+    return _Done(folder.summary(), folder.clients(), engine)
 
+
+def label(cell: Cell) -> str:
+    """Say which run this is; the seed apart."""
     return cell.text if cell.trial is None else f"{cell.text} {tell(cell.choice)}"
-
-
-def make(folder: Path) -> None:
-    """Make a folder, or say why not."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise HandspanError(f"cannot create {folder}: {error.strerror}") from None
-
-
-def shard_of(plan: Plan, cells: Sequence[Cell], cell: Cell) -> int:
-    """Return the shard to which a cell belongs."""
-    method = plan.texts.index(cell.text)
-    place = plan.seeds.index(cell.seed) if cell.trial is None else cell.trial
-    return plan.owner(method, place)

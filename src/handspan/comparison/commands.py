@@ -7,8 +7,8 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from handspan.comparison.grids import plain
 from handspan.options import EXECUTION, DataOptions, TrainingOptions
+from handspan.report.settings import plain
 
 _SHORT = {"learning_rate": "lr"}
 

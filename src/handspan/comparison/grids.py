@@ -13,6 +13,7 @@ from handspan.core import keys
 from handspan.core.errors import HandspanError, nearest
 from handspan.options import SHORT, from_values
 from handspan.registry import parse
+from handspan.report.settings import tell
 
 RATES = (0.03, 0.1, 0.3, 1.0)
 # Options of the run that a grid may vary; the others are the terms of the comparison.
@@ -168,21 +169,6 @@ def _read(
     for key in mine:
         read[key] = next(getattr(config, key) for config in configs if hasattr(config, key))
     return {key: read[key] for key in point}
-
-
-def tell(choice: Mapping[str, Any]) -> str:
-    """Say a setting in one line."""
-    return ", ".join(
-        f"{key}={'all' if key == 'batch_size' and value is None else plain(value)}"
-        for key, value in choice.items()
-    )
-
-
-def plain(value: Any) -> str:
-    """Write a value as the command line reads it."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    return f"{value:g}" if isinstance(value, float) and float(f"{value:g}") == value else str(value)
 
 
 def at_the_edge(points: Sequence[Choice], chosen: Choice) -> list[str]:

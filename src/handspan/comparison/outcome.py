@@ -10,9 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from handspan.comparison.folders import make
+from handspan.comparison.plan import FORMAT
 from handspan.core.errors import HandspanError
 from handspan.evaluation import statistics
 from handspan.report import comparison as report
+from handspan.report.settings import tell
 from handspan.runs import RunFolder, as_json, read_json, write
 
 Scores = Mapping[tuple[str, int], np.ndarray | None]
@@ -120,8 +123,6 @@ class Comparison(list[dict[str, Any]]):
 
     def save(self, folder: str | Path) -> Path:
         """Write the comparison's files; the tables only when no cell is missing."""
-        from handspan.comparison.cells import make
-
         target = Path(folder)
         make(target)
         self.note(target)
@@ -166,18 +167,42 @@ def read(folder: str | Path) -> Comparison:
         raise HandspanError(f"{place} is no comparison: it has no plan.json")
     about = read_json(place / "plan.json")
     version = about.get("format") if isinstance(about, dict) else None
-    if version != 1:
-        raise HandspanError(f"{place} has format version {version}, and this handspan reads 1")
+    if version != FORMAT:
+        raise HandspanError(
+            f"{place} has format version {version}, and this handspan reads {FORMAT}"
+        )
     rows, tuning = read_json(place / "comparison.json"), read_json(place / "tuning.json")
+    scores = {(row["method"], row["seed"]): _scores(place, row) for row in rows}
+    return Comparison(
+        rows, about=about, scores=scores, tuning=tuning, missing=lacking(about, tuning, rows)
+    )
+
+
+def lacking(
+    about: Mapping[str, Any], tuning: Mapping[str, Any], rows: Iterable[Mapping[str, Any]]
+) -> list[str]:
+    """Name the trials and the final runs that are not there."""
     there = {(row["method"], row["seed"]) for row in rows}
-    missing = [
+    return lacking_trials(about, tuning) + [
         f"{text}, seed {seed}"
         for seed in about["seeds"]
         for text in about["methods"]
         if (text, seed) not in there
     ]
-    scores = {(row["method"], row["seed"]): _scores(place, row) for row in rows}
-    return Comparison(rows, about=about, scores=scores, tuning=tuning, missing=missing)
+
+
+def lacking_trials(about: Mapping[str, Any], tuning: Mapping[str, Any]) -> list[str]:
+    """Name the trials that are not there."""
+    tried = {
+        text: [trial["setting"] for trial in entry["trials"]]
+        for text, entry in tuning.get("methods", {}).items()
+    }
+    return [
+        f"{text} {tell(point)}, seed {about['seeds'][0]}"
+        for text in about["methods"]
+        for point in about["trials"].get(text, ())
+        if point not in tried.get(text, [])
+    ]
 
 
 def _scores(place: Path, row: Mapping[str, Any]) -> np.ndarray | None:

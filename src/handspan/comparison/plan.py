@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from handspan.comparison.budget import Budget, read_equal
-from handspan.comparison.grids import Axes, Choice, make_trials, plain
+from handspan.comparison.grids import Axes, Choice, make_trials
 from handspan.core.errors import HandspanError
 from handspan.options import EXECUTION, DataOptions
 from handspan.registry import parse
+from handspan.report.settings import plain
 
 FORMAT = 1
 STAGES = ("all", "tune", "final")
@@ -77,7 +78,7 @@ class Plan:
                     seed=self.seeds[0],
                     choice=choice,
                     trial=j,
-                    is_mine=self._is_mine(i + j) and self.stage != "final",
+                    is_mine=self._is_mine(i, j) and self.stage != "final",
                 )
 
     def final_cells(self, chosen: Mapping[str, Choice]) -> Iterator[Cell]:
@@ -88,15 +89,17 @@ class Plan:
                     text=text,
                     seed=seed,
                     choice=dict(chosen.get(text, {})),
-                    is_mine=self._is_mine(i + j) and self.stage != "tune",
+                    is_mine=self._is_mine(i, j) and self.stage != "tune",
                 )
 
-    def owner(self, method: int, position: int) -> int:
-        """Return the shard that runs a cell."""
-        return (method + position) % self.shard[1] + 1
+    def _is_mine(self, method: int, place: int) -> bool:
+        """Deal cells in turn; whole methods where the final runs wait for trials.
 
-    def _is_mine(self, position: int) -> bool:
-        return position % self.shard[1] + 1 == self.shard[0]
+        So a shard of both stages waits for no other: whoever runs a method's trials runs the rest.
+        """
+        index, count = self.shard
+        waits = bool(self.trials) and self.stage == "all"
+        return (method if waits else method + place) % count + 1 == index
 
     def describe(self) -> dict[str, Any]:
         """Return what two shards of one comparison agree in, for its folder."""

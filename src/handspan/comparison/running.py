@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from handspan.comparison.cells import Data, Outcome, Runner, make
-from handspan.comparison.grids import Axes, Choice, at_the_edge, best_trial, tell
-from handspan.comparison.outcome import Comparison
+from handspan.comparison.cells import Data, Outcome, Runner, label
+from handspan.comparison.folders import in_turn, make
+from handspan.comparison.grids import Axes, Choice, at_the_edge, best_trial
+from handspan.comparison.outcome import Comparison, lacking, lacking_trials
 from handspan.comparison.plan import Cell, Plan, make_plan
 from handspan.core.errors import HandspanError
 from handspan.fitting import Progress
@@ -133,62 +134,73 @@ class _Sitting:
     watch: Callable[[Standing], None] | None
     outcomes: dict[tuple[str, int], Outcome] = field(default_factory=dict)
     trials: dict[str, dict[int, dict[str, Any]]] = field(default_factory=dict)
-    missing: list[str] = field(default_factory=list)
     seconds: dict[str, list[float]] = field(default_factory=dict)
     done: int = 0
 
     def run(self) -> Comparison:
-        self.trial_cells = list(self.plan.trial_cells())
-        self.todo = [cell for cell in (*self.trial_cells, *self.plan.final_cells({}))]
-        self.todo = [cell for cell in self.todo if cell.is_mine]
+        cells = [*self.plan.trial_cells(), *self.plan.final_cells({})]
+        self.todo = [cell for cell in cells if cell.is_mine]
         if self.plan.budget is not None:  # what never spends it is told before anything runs
             for cell in self.plan.final_cells({}):
                 if cell.seed == self.plan.seeds[0] and cell.is_mine:
                     self.runner.estimate(cell)
-        for cell in self.trial_cells:
-            outcome = self.play(cell)
-            if outcome is not None:
-                self.trials.setdefault(cell.text, {})[cell.trial or 0] = self.told(cell, outcome)
-            self.note(outcome)
-        complete = self.ready()
-        for cell in self.plan.final_cells(self.chosen()):
-            if cell.text not in complete:
-                self.missing.append(f"{cell.text}, seed {cell.seed}")
-                continue
-            outcome = self.play(cell)
-            if outcome is not None:
-                self.outcomes[cell.text, cell.seed] = outcome
-            self.note(outcome)
-        result = self.result()
-        if self.folder is not None:
+        self.visit(self.plan.trial_cells(), mine=True)
+        self.visit(self.plan.trial_cells(), mine=False)
+        self.refuse_untried()
+        self.visit(self.final_cells(), mine=True)
+        if self.folder is None:
+            return self.result()
+        with in_turn(self.folder):  # other shards may have gone on in the same folder
+            self.visit(self.plan.trial_cells(), mine=False)
+            self.visit(self.final_cells(), mine=False)
+            result = self.result()
             result.save(self.folder)
         return result
 
-    def play(self, cell: Cell) -> Outcome | None:
-        begin = time.perf_counter()
-        outcome = self.runner.run(cell)
-        if outcome is None:
-            choice = f" {tell(cell.choice)}" if cell.trial is not None else ""
-            self.missing.append(f"{cell.text}{choice}, seed {cell.seed}")
-            return None
-        if not outcome.was_there:
-            self.seconds.setdefault(cell.text, []).append(time.perf_counter() - begin)
-        if cell.is_mine:
-            self.done += 1
-            self.todo = [other for other in self.todo if not _same(other, cell)]
-            self.tell(cell, outcome)
-        return outcome
+    def visit(self, cells: Iterable[Cell], *, mine: bool) -> None:
+        """Run one's own cells, or take over what others have finished."""
+        for cell in cells:
+            if cell.is_mine != mine:
+                continue
+            begin = time.perf_counter()
+            outcome = self.runner.run(cell)
+            if outcome is None:
+                continue
+            if cell.trial is None:
+                self.outcomes[cell.text, cell.seed] = outcome
+            else:
+                self.trials.setdefault(cell.text, {})[cell.trial] = self.told(cell, outcome)
+            if mine:
+                if not outcome.was_there:
+                    self.seconds.setdefault(cell.text, []).append(time.perf_counter() - begin)
+                self.finish(cell, outcome)
+
+    def finish(self, cell: Cell, outcome: Outcome) -> None:
+        """Note a cell of one's own."""
+        self.done += 1
+        self.todo = [other for other in self.todo if not _same(other, cell)]
+        self.tell(cell, outcome)
+        if self.folder is not None and not outcome.was_there:
+            with in_turn(self.folder):
+                self.result().note(self.folder)
+
+    def final_cells(self) -> Iterator[Cell]:
+        """Final runs of the methods of which all trials are there."""
+        chosen = self.chosen()
+        waiting = {text for text in self.plan.trials if text not in chosen}
+        for cell in self.plan.final_cells(chosen):
+            if cell.text not in waiting:
+                yield cell
 
     def tell(self, cell: Cell, outcome: Outcome) -> None:
         if self.watch is None:
             return
-        label = cell.text if cell.trial is None else f"{cell.text} {tell(cell.choice)}"
         metric = outcome.row["metric"]
         self.watch(
             Standing(
                 done=self.done,
                 total=self.done + len(self.todo),
-                label=f"{label}, seed {cell.seed}",
+                label=f"{label(cell)}, seed {cell.seed}",
                 score=None if metric is None else outcome.row[f"personal_{metric}_mean"],
                 seconds_left=self.seconds_left(),
             )
@@ -215,24 +227,17 @@ class _Sitting:
             **{name: row[name] for name in ("rounds", "rows", "bytes_up", "bytes_down")},
         }
 
-    def note(self, outcome: Outcome | None) -> None:
-        if self.folder is not None and outcome is not None and not outcome.was_there:
-            self.result().note(self.folder)
-
-    def ready(self) -> set[str]:
-        """Return the methods of which all trials are there; they alone may go on."""
-        lacking = {
-            text
-            for text in self.plan.texts
-            if len(self.trials.get(text, {})) < len(self.plan.trials.get(text, ()))
-        }
-        if self.plan.stage == "final" and lacking:
+    def refuse_untried(self) -> None:
+        """Refuse final runs without their trials."""
+        if self.plan.stage != "final":
+            return
+        missing = lacking_trials(self.plan.describe(), self.tuning())
+        if missing:
             raise HandspanError(
-                f"--stage final needs all trials, and {len(self.missing)} are missing: "
-                f"{'; '.join(self.missing[:4])}{' ...' if len(self.missing) > 4 else ''}. Run "
-                "--stage tune of every shard and join the folders by handspan merge"
+                f"--stage final needs all trials, and {len(missing)} are missing: "
+                f"{'; '.join(missing[:4])}{' ...' if len(missing) > 4 else ''}; run --stage tune "
+                "of every shard and join the folders by handspan merge"
             )
-        return set(self.plan.texts) - lacking
 
     def chosen(self) -> dict[str, Choice]:
         return {
@@ -245,14 +250,16 @@ class _Sitting:
         return summarise_trials(self.plan.describe(), self.trials)
 
     def result(self) -> Comparison:
+        about, tuning = self.plan.describe(), self.tuning()
         order = [(cell.text, cell.seed) for cell in self.plan.final_cells({})]
         there = [key for key in order if key in self.outcomes]
+        rows = [self.outcomes[key].row for key in there]
         return Comparison(
-            [self.outcomes[key].row for key in there],
-            about=self.plan.describe(),
+            rows,
+            about=about,
             scores={key: self.outcomes[key].scores for key in there},
-            tuning=self.tuning(),
-            missing=self.missing,
+            tuning=tuning,
+            missing=lacking(about, tuning, rows),
         )
 
 
@@ -268,7 +275,8 @@ def summarise_trials(
         return {}
     methods: dict[str, Any] = {}
     metric, sign = None, True
-    for text, points in about["trials"].items():
+    for text in about["methods"]:
+        points = about["trials"][text]
         found = trials.get(text, {})
         told = [dict(found[place]) for place in sorted(found)]
         for trial in told:

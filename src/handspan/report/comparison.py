@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from handspan.report import tables
+from handspan.report.settings import tell
 
 BEST, TIE = "best", "tie"
 _MARKS = {BEST: "*", TIE: "≈", "": ""}
@@ -149,8 +150,6 @@ def _missed(comparison: Any) -> list[str]:
 
 
 def _about_tuning(comparison: Any) -> list[str]:
-    from handspan.comparison.grids import tell
-
     tuning = comparison.tuning
     if not tuning:
         return ["No setting was tuned (--tune 4 chooses step sizes on validation rows)."]
@@ -179,8 +178,6 @@ def _about_tuning(comparison: Any) -> list[str]:
 
 def trial_lines(comparison: Any) -> list[list[str]]:
     """Every trial: method, setting, score on validation rows, and a mark at the chosen one."""
-    from handspan.comparison.grids import tell
-
     tuning, found = comparison.tuning, []
     for text, entry in tuning.get("methods", {}).items():
         for trial in entry["trials"]:
@@ -247,7 +244,7 @@ def markdown(comparison: Any) -> str:
             name = f"**{name}** \\*" if mark == BEST else f"{name} {_MARKS[mark]}".strip()
             out.append(_row([name, *line[1:]]))
         out.append("")
-    out += [note if note[0] != "*" else f"\\{note}" for note in _spaced(notes(comparison))]
+    out += [f"\\{note}" if note.startswith("*") else note for note in _spaced(notes(comparison))]
     if comparison.tuning:
         out += ["", _row(["method", "setting", "validation", ""]), _row(["---"] * 4)]
         out += [
@@ -266,8 +263,6 @@ def _spaced(lines: Sequence[str]) -> list[str]:
 
 def csv_table(comparison: Any) -> str:
     """Write one line per method with plain numbers, for other programs."""
-    from handspan.comparison.grids import tell
-
     sink = io.StringIO()
     writer = csv.writer(sink, lineterminator="\n")
     tested = ("difference", "low", "high", "p", "p_holm", "pairs", "zeros")
