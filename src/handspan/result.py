@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from handspan.core import keys
-from handspan.core.algorithm import Model
+from handspan.core.algorithm import Algorithm, Model
 from handspan.core.data import FederatedData
 from handspan.core.errors import HandspanError
 from handspan.core.federation import RunState
@@ -148,7 +148,7 @@ class Result:
             side=side_row,
             num_classes=problem.data.num_classes,
         )
-        algorithm = self._algorithm(steps)
+        algorithm = self.algorithm(steps)
         simulation = Simulation(
             algorithm,
             guest,
@@ -166,7 +166,8 @@ class Result:
             _side=None if side_row is None else side_row[0],
         )
 
-    def _algorithm(self, steps: int | None) -> Any:
+    def algorithm(self, steps: int | None = None) -> Algorithm:
+        """Return the method; with ``steps``, one whose new clients fit their part with so many."""
         problem = self.problem
         if steps is None:
             return problem.algorithm

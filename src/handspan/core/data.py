@@ -185,7 +185,7 @@ class FederatedData:
         num, place = self.num_train, torch.arange(int(self.num_train.sum()))
         owner = torch.repeat_interleave(torch.arange(self.num_clients), num)
         place += torch.repeat_interleave(self.offsets[:-1] - (num.cumsum(0) - num), num)
-        y = self.y[place.to(self.y.device)].reshape(len(place), -1)
+        y = self.y[place.to(self.y.device)].reshape(len(place), math.prod(self.y.shape[1:]))
         cell = owner.to(y.device).unsqueeze(1) * self.num_classes + y
         count = torch.bincount(cell.flatten(), minlength=self.num_clients * self.num_classes)
         return count.view(self.num_clients, self.num_classes).to(torch.int32)

@@ -4,7 +4,7 @@ In every round the cohort also trains a model of its own, exactly as ``local`` w
 same local work, same batches. Its rows count. When it is served a client measures the local model,
 the shared one (where there is one) and the personal one on its validation rows, which nobody
 trains on, and serves the one of least loss; ties go to local, then to shared. The choice stays with
-the client.
+the client. A new client without any rows has no local model, and is served the personal one.
 """
 
 from __future__ import annotations
@@ -173,6 +173,7 @@ class _Gate:
 
     def _end(self, b: GateBroadcast, k: GateChoosing, data: ClientData) -> tuple[GateServed, None]:
         choice = rounded(k.losses / k.weight.clamp_min(1)).argmin()  # the first of equals
+        choice = torch.where(data.num > 0, choice, self._count - 1)
         return GateServed(client=k.client, local=k.local, choice=choice), None
 
     def _models(self, b: GateBroadcast, c: Any) -> list[Model]:

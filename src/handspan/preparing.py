@@ -1,0 +1,194 @@
+"""Bringing method, data, model and metrics together; what does not fit is refused here."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from handspan.core.algorithm import Algorithm
+from handspan.core.data import FederatedData
+from handspan.core.errors import HandspanError
+from handspan.core.federation import cohort_size
+from handspan.core.method import Setting
+from handspan.core.task import Task
+from handspan.evaluation.metrics import Metric, metric_by_name, metric_from_function
+from handspan.options import DataOptions, TrainingOptions
+from handspan.registry import MethodSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """A method, ready to run on a federation."""
+
+    spec: MethodSpec
+    options: TrainingOptions
+    data: FederatedData
+    held_out: FederatedData | None
+    task: Task | None
+    setting: Setting
+    algorithm: Algorithm
+    metrics: list[Metric]
+
+
+def prepare(
+    spec: MethodSpec,
+    options: TrainingOptions,
+    data: FederatedData,
+    held_out: FederatedData | None = None,
+    module: nn.Module | Callable[[], nn.Module] | None = None,
+    loss: Callable[..., Tensor] | None = None,
+    functions: Sequence[Callable[..., float]] = (),
+) -> Problem:
+    """Bring method, data and model together; refuse what does not fit."""
+    device, dtype = resolve_device(options.device), getattr(torch, options.dtype)
+    is_matrix = spec.method.problem == "matrix"
+    if is_matrix:
+        if options.model is not None:
+            raise HandspanError(f"{spec.method.name} factorises the rows: it takes no model")
+        data, held_out = flat_rows(data.without_test()), None
+    else:
+        _check_labels(spec, data)
+        if not spec.chooses:  # validation rows are for those who choose by them
+            data = data.pooled()
+            held_out = None if held_out is None else held_out.pooled()
+    cohort = cohort_size(options.cohort, data.num_clients)
+    data = data.to(device, dtype)
+    task = None if is_matrix else make_task(spec, options, data, module, loss, device, dtype)
+    setting = Setting(
+        task=task,
+        work=options.work(),
+        num_clients=data.num_clients,
+        cohort=cohort,
+        rounds=options.rounds,
+        num_groups=0 if data.groups is None else int(data.groups.max()) + 1,
+        row_shape=data.row_shape,
+        dtype=dtype,
+        device=device,
+    )
+    return Problem(
+        spec=spec,
+        options=options,
+        data=data,
+        held_out=None if held_out is None else held_out.to(device, dtype),
+        task=task,
+        setting=setting,
+        algorithm=spec.build(setting),
+        metrics=[] if task is None else make_metrics(options.metrics, functions, task),
+    )
+
+
+def _check_labels(spec: MethodSpec, data: FederatedData) -> None:
+    if data.y is None:
+        raise HandspanError(f"{spec.method.name} needs labels y, and the data have none")
+    if spec.method.needs_side and data.side is None:
+        raise HandspanError(
+            f"{spec.method.name} needs side information: give a side row for each client"
+        )
+
+
+def resolve_device(name: str) -> torch.device:
+    """``auto`` takes the GPU where there is one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name not in ("cpu", "cuda"):
+        raise HandspanError(f"unknown device {name!r}: choose auto, cpu or cuda")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise HandspanError("this machine offers no CUDA device: use --device cpu")
+    return torch.device(name)
+
+
+def flat_rows(data: FederatedData) -> FederatedData:
+    """Rows as vectors, for matrix problems."""
+    if data.is_sparse or len(data.row_shape) == 1:
+        return data
+    assert isinstance(data.x, Tensor)
+    return dataclasses.replace(data, x=data.x.flatten(1))
+
+
+def make_task(
+    spec: MethodSpec,
+    options: TrainingOptions,
+    data: FederatedData,
+    module: nn.Module | Callable[[], nn.Module] | None,
+    loss: Callable[..., Tensor] | None,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Task:
+    """Make the prediction problem of a network."""
+    from handspan.models.convert import task_from_module
+    from handspan.models.zoo import make_model
+
+    assert data.y is not None
+    num_outputs = data.num_classes
+    if num_outputs is None:
+        num_outputs = 1 if data.y.ndim == 1 else data.y.shape[1]
+    given = module
+    if given is None:
+        given = make_model(options.model or "mlp", data.row_shape, num_outputs)
+    if spec.method.needs_side:
+        from handspan.models.side_info import concatenate_side
+
+        assert data.side is not None
+        width = getattr(spec.config, "side_width", 16)
+        base = partial(copy.deepcopy, given) if isinstance(given, nn.Module) else given
+        given = concatenate_side(base, data.side.shape[1], width=width)
+    return task_from_module(
+        given,
+        kind="regression" if data.num_classes is None else "classification",
+        loss=loss,
+        needs_side=spec.method.needs_side,
+        num_outputs=num_outputs,
+        sample=_sample(data, spec.method.needs_side),
+        dtype=dtype,
+        device=device,
+    )
+
+
+def _sample(data: FederatedData, needs_side: bool) -> Any:
+    """A few rows (and a side row), to try the model on before anything starts."""
+    rows = torch.arange(min(4, data.num_rows))
+    x = data.x[rows] if isinstance(data.x, Tensor) else data.x.select(rows).to_dense()
+    if not needs_side:
+        return x
+    assert data.side is not None
+    return x, data.side[0]
+
+
+def make_metrics(
+    names: Sequence[str], functions: Sequence[Callable[..., float]], task: Task
+) -> list[Metric]:
+    """Metrics by name, the leading one first; accuracy (or rmse) and loss by default."""
+    given = {function.__name__: function for function in functions}
+    default = ("accuracy", "loss") if task.kind == "classification" else ("rmse", "loss")
+    return [
+        metric_from_function(given[name]) if name in given else metric_by_name(name, task.row_loss)
+        for name in names or default
+    ]
+
+
+def open_data(
+    options: DataOptions, seed: int, problem: str = "labels"
+) -> tuple[FederatedData, FederatedData | None]:
+    """Read, partition and split the data of a run; and its held-out clients."""
+    from handspan.data import load_data, split_holdout
+
+    data = load_data(
+        options.data,
+        partition=options.partition,
+        num_clients=options.clients,
+        seed=seed,
+        keep_test=options.keep_test,
+        holdout_clients=options.holdout_clients,
+        task=options.task,
+        standardize=False if problem == "matrix" else "auto",
+    )
+    if not options.holdout_clients:
+        return data, None
+    return split_holdout(data, options.holdout_clients, seed)
