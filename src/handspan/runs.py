@@ -219,20 +219,31 @@ class RunFolder:
         except OSError as error:
             raise HandspanError(f"cannot write {self.path}: {error.strerror}") from None
 
-    def seconds(self) -> tuple[float, float]:
-        """Seconds spent so far, in rounds and in all, by earlier sittings."""
+    def timing(self) -> list[dict[str, Any]]:
+        """How long things took, as noted so far."""
         try:
             lines = (self.path / "timing.jsonl").read_text().splitlines()
         except OSError:
-            return 0.0, 0.0
-        for line in reversed(lines):
+            return []
+        rows: list[dict[str, Any]] = []
+        for line in lines:
             try:
-                row = json.loads(line)
-                if "seconds" in row:
-                    return float(row["seconds"]), float(row["seconds_total"])
+                rows.append(json.loads(line))
             except ValueError:  # the line that a crash cut short
                 continue
+        return rows
+
+    def seconds(self) -> tuple[float, float]:
+        """Seconds spent so far, in rounds and in all, by earlier sittings."""
+        for row in reversed(self.timing()):
+            if "seconds" in row:
+                return float(row["seconds"]), float(row["seconds_total"])
         return 0.0, 0.0
+
+    def seconds_of_rounds(self) -> dict[int, float]:
+        """Seconds in rounds up to each evaluation, by its round."""
+        rows = [row for row in self.timing() if "evaluated" in row]
+        return {row["evaluated"]: float(row["after"]) for row in rows}
 
     def write_clients(self, columns: Mapping[str, Any]) -> None:
         """Write the table of clients, one row each."""

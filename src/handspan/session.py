@@ -171,6 +171,8 @@ class _Session:
 
     def evaluate(self, state: RunState) -> Evaluation:
         begin = time.perf_counter()
+        if self.folder is not None:
+            self.folder.append_timing({"evaluated": state.round, "after": self.seconds()[0]})
         scores = evaluate(
             self.simulation, state.server, state.round, self.problem.task, self.problem.metrics
         )

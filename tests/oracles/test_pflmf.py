@@ -102,3 +102,29 @@ def test_a_new_client_moves_its_coordinates_and_nothing_else():
         along = [sum((slope[name] * first[name][j]).sum() for name in first) for j in range(2)]
         v = v - 0.2 * np.array(along)
     close(run.clients.coordinates[i], v)
+
+
+@pytest.mark.parametrize("affine", ["false", "true"])
+def test_the_summary_tells_the_singular_values_of_u_v(affine):
+    # With all clients in the cohort and the new v in the basis step the server has seen all of V.
+    run = Reference(f"pflmf:rank=3:scaled=true:v_for_basis=new:affine={affine}", cohort=11)
+    told = run.algorithm.describe(run.server)
+    v = run.clients.coordinates.numpy()
+    v = np.column_stack([np.ones(len(v)), v]) if affine == "true" else v
+    columns = np.column_stack([u.reshape(len(u), -1) for u in arrays(run.server.basis).values()])
+    singular = np.linalg.svd(v @ columns, compute_uv=False)[: v.shape[1]] / len(v) ** 0.5
+    assert told.pop("rank") == 3
+    assert list(told) == [f"spectrum_{k}" for k in range(1, v.shape[1] + 1)]
+    # Squares of singular values are found to 1e-16 of the largest, so roots of them to 1e-8.
+    np.testing.assert_allclose(list(told.values()), singular, rtol=1e-6, atol=1e-8 * singular[0])
+
+
+def test_a_run_that_diverged_has_no_spectrum_and_does_not_fail():
+    run = Reference("pflmf:rank=2:scaled=true:v_learning_rate=1e300", rounds=3)
+    told = run.algorithm.describe(run.server)
+    assert np.isnan([told["spectrum_1"], told["spectrum_2"]]).all()
+
+
+def test_without_scaled_steps_the_server_sees_no_moments_and_tells_no_spectrum():
+    run = Reference("pflmf:rank=2", rounds=1)
+    assert run.algorithm.describe(run.server) == {"rank": 2.0}

@@ -207,7 +207,8 @@ class Algorithm:
     sampling, participation
         How cohorts are drawn: ``fixed`` size, ``bernoulli``, ``weighted`` with replacement.
     describe
-        S -> numbers for the summary (rank, objective, ...).
+        S -> numbers for the summary (rank, objective, ...). The singular values of a spectrum are
+        ``spectrum_1``, ``spectrum_2``, ..., and ``rank`` is where it is cut.
     """
 
     name: str

@@ -42,7 +42,7 @@ from handspan.core.records import Params, Record, map_tensors
 from handspan.core.task import Task, value_and_grad
 from handspan.numerics.averaging import chosen_names, parts
 from handspan.numerics.local_work import LocalWork
-from handspan.numerics.low_rank import apply_map, compose, gram, outer_sums
+from handspan.numerics.low_rank import apply_map, compose, gram, outer_sums, spectrum, weighted_sum
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +106,7 @@ class PflmfServer(Record):
     basis: Params
     body: Params
     buffers: Params
+    moments: Tensor | None  # mean v v^T over the last cohort, where clients send it (scaled)
 
 
 class PflmfBroadcast(Record):
@@ -209,7 +210,7 @@ def build(setting: Setting, config: PflmfConfig) -> Algorithm:
         ),
         model=method.model,
         sampling="bernoulli" if config.participation == "bernoulli" else "fixed",
-        describe=lambda server: {"rank": float(config.rank)},
+        describe=lambda s: {"rank": float(config.rank), **spectrum(s.basis, s.moments)},
     )
 
 
@@ -240,10 +241,12 @@ class _Pflmf:
             for j in range(self.num_rows)
         ]
         params, buffers = self.task.init(key)
+        eye = torch.eye(self.num_rows, dtype=torch.float64, device=self.setting.device)
         return PflmfServer(
             basis={name: torch.stack([start[name] for start in starts]) for name in names},
             body=parts(params, names)[1],
             buffers=buffers,
+            moments=eye if self.config.scaled else None,
         )
 
     def init_client(self, key: Tensor, data: ClientData) -> PflmfClient:
@@ -348,15 +351,11 @@ class _Pflmf:
         """Sum over a block: one product instead of a stack of outer products."""
         v = uploads.coordinates.to(torch.float64)
         weights = weights.to(v.device)
-
-        def total(stacked: Tensor) -> Tensor:
-            return torch.tensordot(weights, stacked.to(torch.float64), dims=1)
-
         return PflmfReduction(
             products=outer_sums(uploads.delta, uploads.coordinates, weights),
             moments=(v * weights.unsqueeze(1)).T @ v,
-            body=map_tensors(total, uploads.body),
-            buffers=map_tensors(total, uploads.buffers),
+            body=weighted_sum(uploads.body, weights),
+            buffers=weighted_sum(uploads.buffers, weights),
             weight=weights.sum(),
         )
 
@@ -378,6 +377,7 @@ class _Pflmf:
             basis={name: rows + step[name].to(rows) for name, rows in server.basis.items()},
             body=map_tensors(moved, server.body, r.body),
             buffers=map_tensors(moved, server.buffers, r.buffers),
+            moments=r.moments / r.weight if config.scaled else None,
         )
 
     def model(self, b: PflmfBroadcast, client: PflmfClient) -> Model:
