@@ -162,8 +162,8 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("all names move", "parts(model.params, chosen)", "parts(model.params, task.names)"),
         (
             "the run's step size for its own",
-            "setting.scalar, learning_rate)",
-            "setting.scalar)",
+            "work.learning_rate if learning_rate is None else learning_rate",
+            "work.learning_rate",
         ),
         (
             "the old model is served",

@@ -28,7 +28,7 @@ class FineTuning(MethodConfig):
     ft_steps: int = 20
     """Steps after the last aggregation."""
     ft_learning_rate: float | None = None
-    """Step size; the run's by default."""
+    """Step size, whatever the run's schedule; the run's first one by default."""
     ft_names: str = "all"
     """What is tuned: ``all``, ``head`` or a pattern of names."""
     ft_stop: bool = False
@@ -38,10 +38,12 @@ class FineTuning(MethodConfig):
 
     def __post_init__(self) -> None:
         """Refuse what cannot be meant; 0 steps leave the method as it is."""
-        if self.ft_steps < 0:
-            raise HandspanError(f"ft_steps must be at least 0, not {self.ft_steps}")
-        if self.ft_check < 1:
-            raise HandspanError(f"ft_check must be at least 1, not {self.ft_check}")
+        self.at_least("ft_steps", 0)
+        self.at_least("ft_check", 1)
+        if self.ft_learning_rate is not None and not 0 <= self.ft_learning_rate < float("inf"):
+            raise HandspanError(
+                f"ft_learning_rate must be a number of at least 0, not {self.ft_learning_rate}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +67,8 @@ class LabelPrior(MethodConfig):
             raise HandspanError(
                 f"prior_temperature must be at least 0, not {self.prior_temperature}"
             )
-        _one_of("prior_reference", self.prior_reference, ("uniform", "pooled"))
-        _one_of("prior_training", self.prior_training, ("plain", "balanced"))
+        self.one_of("prior_reference", ("uniform", "pooled"))
+        self.one_of("prior_training", ("plain", "balanced"))
         if self.prior_reference == "pooled" and self.prior_training == "balanced":
             raise HandspanError(
                 "prior_reference=pooled belongs to prior_training=plain: balanced training makes "
@@ -77,11 +79,6 @@ class LabelPrior(MethodConfig):
 @dataclass(frozen=True, kw_only=True)
 class Gate(MethodConfig):
     """+gate has no settings of its own."""
-
-
-def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise HandspanError(f"{name} must be {' or '.join(allowed)}, not {value!r}")
 
 
 def _fine_tune(algorithm: Algorithm, setting: Setting, config: FineTuning) -> Algorithm:

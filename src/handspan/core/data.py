@@ -179,7 +179,10 @@ class FederatedData:
 
     @functools.cached_property
     def label_counts(self) -> Tensor:
-        """Training rows of each client and class, (n, classes); computed when first asked for."""
+        """Training rows of each client and class, (n, classes); computed when first asked for.
+
+        In sequences every position counts, but for those whose label is negative (ignored).
+        """
         if self.y is None or self.num_classes is None:
             raise HandspanError("only rows with class labels have counts of labels")
         num, place = self.num_train, torch.arange(int(self.num_train.sum()))
@@ -187,7 +190,7 @@ class FederatedData:
         place += torch.repeat_interleave(self.offsets[:-1] - (num.cumsum(0) - num), num)
         y = self.y[place.to(self.y.device)].reshape(len(place), math.prod(self.y.shape[1:]))
         cell = owner.to(y.device).unsqueeze(1) * self.num_classes + y
-        count = torch.bincount(cell.flatten(), minlength=self.num_clients * self.num_classes)
+        count = torch.bincount(cell[y >= 0], minlength=self.num_clients * self.num_classes)
         return count.view(self.num_clients, self.num_classes).to(torch.int32)
 
     def num_bytes_of_rows(self, count: int) -> int:

@@ -16,6 +16,7 @@ References
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,11 +74,12 @@ def build(setting: Setting, config: LocalConfig) -> Algorithm:
     def combine(server: Empty, reduction: Reduced, round: Round) -> Empty:
         return server
 
+    step = sgd_step(task, work.sgd)
     phase = Phase(
         name="local",
         broadcast=broadcast,
         begin=begin,
-        stages=(Stage(step=sgd_step(task, work.sgd), **work.whole()),),
+        stages=(Stage(step=step, **work.whole()),),
         end=end,
         combine=combine,
         infers="nothing: nothing is sent",
@@ -87,7 +89,7 @@ def build(setting: Setting, config: LocalConfig) -> Algorithm:
         init_server=init_server,
         init_client=init_client,
         rounds=(phase,),
-        adapt=phase,
+        adapt=dataclasses.replace(phase, stages=(Stage(step=step, **work.adapting()),)),
         model=lambda b, client: Model(params=client.params, buffers=client.buffers),
     )
 

@@ -27,15 +27,18 @@ class Carrying(Record):
     kept: Any
 
 
-def on_field(stage: Stage, name: str) -> Stage:
-    """Return the stage for working records that hold the stage's own in a field."""
+def on_field(stage: Stage, name: str, received: Callable[[Any], Any] = lambda b: b) -> Stage:
+    """Return the stage for working records that hold the stage's own in a field.
+
+    ``received`` finds the stage's own part of the broadcast.
+    """
 
     def step(b: Any, k: Any, batch: Batch) -> Any:
-        return dataclasses.replace(k, **{name: stage.step(b, getattr(k, name), batch)})
+        return dataclasses.replace(k, **{name: stage.step(received(b), getattr(k, name), batch)})
 
     def finish(b: Any, k: Any) -> Any:
         assert stage.finish is not None
-        return dataclasses.replace(k, **{name: stage.finish(b, getattr(k, name))})
+        return dataclasses.replace(k, **{name: stage.finish(received(b), getattr(k, name))})
 
     return dataclasses.replace(stage, step=step, finish=finish if stage.finish else None)
 

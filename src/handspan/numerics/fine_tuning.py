@@ -69,7 +69,7 @@ def with_fine_tuning(
     steps
         SGD steps on the client's training rows, with the run's batch size and momentum.
     learning_rate
-        Step size; the run's by default.
+        Step size, whatever the run's schedule; the run's first one by default.
     names
         What is tuned: ``all``, ``head``, or a pattern of parameter names.
     stop, check
@@ -83,12 +83,12 @@ def with_fine_tuning(
     sgd = work.sgd
     served = algorithm.model
     chosen = chosen_names(task, names, "ft_names")
+    rate = setting.scalar + (work.learning_rate if learning_rate is None else learning_rate)
     deploy, unbatched, per_client = algorithm.serving
     if per_client:
         raise HandspanError(f"+ft does not compose with {algorithm.name}")
 
     def broadcast(server: Any, round: Round) -> TuningBroadcast:
-        rate = work.rate(round, setting.rounds, setting.scalar, learning_rate)
         return TuningBroadcast(serving=deploy(server, round), learning_rate=rate)
 
     def begin(b: TuningBroadcast, client: Any, data: ClientData) -> Tuning:

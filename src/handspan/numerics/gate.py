@@ -1,10 +1,11 @@
 """+gate, do no harm: a Local model is trained beside the method, and each client keeps the best.
 
-In every round the cohort also trains a model of its own, exactly as ``local`` would: same start,
-same local work, same batches. Its rows count. When it is served a client measures the local model,
-the shared one (where there is one) and the personal one on its validation rows, which nobody
-trains on, and serves the one of least loss; ties go to local, then to shared. The choice stays with
-the client. A new client without any rows has no local model, and is served the personal one.
+In every round the cohort also trains a model of its own, exactly as ``local`` alone would: same
+start, same local work, same batches. Its rows count. When it is served a client measures the local
+model, the shared one (where there is one) and the personal one on its validation rows, which nobody
+trains on, and serves the one of least loss; ties go to local, then to shared. So a client that has
+too few rows to set some aside keeps its local model. The choice stays with the client. A new client
+without any rows has no local model, and is served the personal one.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from handspan.numerics.carrying import carrying, on_field, rounded
 _VALIDATION_BATCH = 512
 
 
-class GateClient(Record):
-    """The method's private record, and that of Local."""
+class Both(Record):
+    """What concerns the method, and the same of Local: records, messages, working states."""
 
-    client: Any
+    own: Any
     local: Any
 
 
@@ -43,8 +44,7 @@ class GateBroadcast(Record):
 class GateChoosing(Record):
     """Losses of the candidates on the validation rows seen so far."""
 
-    client: Any
-    local: Any
+    clients: Both
     losses: Tensor  # (candidates,) float64, sums
     weight: Tensor  # () float64, rows
 
@@ -52,23 +52,8 @@ class GateChoosing(Record):
 class GateServed(Record):
     """The candidates and the choice, a position among them; never stored."""
 
-    client: Any
-    local: Any
+    clients: Both
     choice: Tensor  # () int64
-
-
-class AdaptBroadcast(Record):
-    """What the method and Local adapt with; nothing for a method that fits nothing."""
-
-    own: Any
-    local: Any
-
-
-class Adapting(Record):
-    """Working records of the method and of Local."""
-
-    own: Any
-    local: Any
 
 
 def with_gate(algorithm: Algorithm, local: Algorithm, setting: Setting) -> Algorithm:
@@ -92,16 +77,16 @@ def with_gate(algorithm: Algorithm, local: Algorithm, setting: Setting) -> Algor
     return dataclasses.replace(
         algorithm,
         name=f"{algorithm.name}+gate",
-        init_client=lambda key, data: GateClient(
-            client=algorithm.init_client(key, data), local=local.init_client(key, data)
+        init_client=lambda key, data: Both(
+            own=algorithm.init_client(key, data), local=local.init_client(key, data)
         ),
         setup=tuple(map(_for_method, algorithm.setup)),
         rounds=(*map(_for_method, algorithm.rounds), _for_local(algorithm, local)),
-        adapt=_adapt(algorithm.adapt, local, setting),
+        adapt=_adapt(algorithm.adapt, local.adapt),
         personal=(*map(_for_method, algorithm.personal), gate.phase()),
         model=None if is_mixture else gate.model,
         predict=gate.predict if is_mixture else None,
-        cluster=None if cluster is None else lambda c: cluster(c.client),
+        cluster=None if cluster is None else lambda c: cluster(c.clients.own),
         deploy=gate.broadcast,
         deploy_unbatched=gate.unbatched,
         deploy_per_client=frozenset(),
@@ -149,21 +134,21 @@ class _Gate:
 
     def model(self, b: GateBroadcast, c: GateServed) -> Model:
         """Return the chosen model."""
-        return _pick(c.choice, self._models(b, c))
+        return _pick(c.choice, self._models(b, c.clients))
 
     def predict(self, b: GateBroadcast, c: GateServed, x: Any, side: Any) -> Tensor:
         """Outputs of the chosen candidate, for methods that serve no single model."""
-        return _pick(c.choice, self._outputs(b, c, x, side))
+        return _pick(c.choice, self._outputs(b, c.clients, x, side))
 
-    def _begin(self, b: GateBroadcast, c: GateClient, data: ClientData) -> GateChoosing:
+    def _begin(self, b: GateBroadcast, c: Both, data: ClientData) -> GateChoosing:
         losses = torch.zeros(self._count, dtype=torch.float64, device=self._device)
-        return GateChoosing(client=c.client, local=c.local, losses=losses, weight=losses.sum())
+        return GateChoosing(clients=c, losses=losses, weight=losses.sum())
 
     def _measure(self, b: GateBroadcast, k: GateChoosing, batch: Batch) -> GateChoosing:
         assert batch.y is not None
         losses = [
             (self._task.row_loss(outputs, batch.y) * batch.weight).double().sum()
-            for outputs in self._outputs(b, k, batch.x, batch.side)
+            for outputs in self._outputs(b, k.clients, batch.x, batch.side)
         ]
         return dataclasses.replace(
             k,
@@ -174,24 +159,24 @@ class _Gate:
     def _end(self, b: GateBroadcast, k: GateChoosing, data: ClientData) -> tuple[GateServed, None]:
         choice = rounded(k.losses / k.weight.clamp_min(1)).argmin()  # the first of equals
         choice = torch.where(data.num > 0, choice, self._count - 1)
-        return GateServed(client=k.client, local=k.local, choice=choice), None
+        return GateServed(clients=k.clients, choice=choice), None
 
-    def _models(self, b: GateBroadcast, c: Any) -> list[Model]:
+    def _models(self, b: GateBroadcast, c: Both) -> list[Model]:
         """Single models among the candidates, in the order of ties."""
         found = [self._local(Empty(), c.local)]
         if b.shared is not None:
             found.append(b.shared)
         if self._predict is None:
             assert self._model is not None
-            found.append(self._model(b.serving, c.client))
+            found.append(self._model(b.serving, c.own))
         return found
 
-    def _outputs(self, b: GateBroadcast, c: Any, x: Any, side: Any) -> list[Tensor]:
+    def _outputs(self, b: GateBroadcast, c: Both, x: Any, side: Any) -> list[Tensor]:
         found = [
             self._task.predict(model.params, model.buffers, x, side) for model in self._models(b, c)
         ]
         if self._predict is not None:
-            found.append(self._predict(b.serving, c.client, x, side))
+            found.append(self._predict(b.serving, c.own, x, side))
         return found
 
 
@@ -208,8 +193,8 @@ def _for_method(phase: Phase) -> Phase:
     """Run a phase of the method; the record of Local is carried along."""
     return carrying(
         phase,
-        enter=lambda c, data: (c.client, c.local),
-        leave=lambda client, local: GateClient(client=client, local=local),
+        enter=lambda c, data: (c.own, c.local),
+        leave=lambda own, local: Both(own=own, local=local),
     )
 
 
@@ -219,8 +204,8 @@ def _for_local(algorithm: Algorithm, local: Algorithm) -> Phase:
     taken = {phase.name for phase in (*algorithm.setup, *algorithm.rounds)}
     beside = carrying(
         phase,
-        enter=lambda c, data: (c.local, c.client),
-        leave=lambda local, client: GateClient(client=client, local=local),
+        enter=lambda c, data: (c.local, c.own),
+        leave=lambda local, own: Both(own=own, local=local),
     )
     return dataclasses.replace(
         beside,
@@ -230,28 +215,27 @@ def _for_local(algorithm: Algorithm, local: Algorithm) -> Phase:
     )
 
 
-def _adapt(own: Phase | None, local: Algorithm, setting: Setting) -> Phase:
-    """Fit the private part of a new client as the method does, and train a Local model for it."""
-    (phase,) = local.rounds
-    steps = {"steps": setting.work.adapt_steps, "epochs": None}
+def _adapt(own: Phase | None, local: Phase | None) -> Phase:
+    """Fit the private part of a new client as the method does, then a Local model for it."""
+    assert local is not None
     if own is not None and own.per_client:
         raise HandspanError("+gate does not compose with phases that send to single clients")
 
-    def broadcast(server: Any, round: Round) -> AdaptBroadcast:
-        return AdaptBroadcast(
+    def broadcast(server: Any, round: Round) -> Both:
+        return Both(
             own=None if own is None else own.broadcast(server, round),
-            local=phase.broadcast(Empty(), round),
+            local=local.broadcast(Empty(), round),
         )
 
-    def begin(b: AdaptBroadcast, c: GateClient, data: ClientData) -> Adapting:
-        return Adapting(
-            own=c.client if own is None else own.begin(b.own, c.client, data),
-            local=phase.begin(b.local, c.local, data),
+    def begin(b: Both, c: Both, data: ClientData) -> Both:
+        return Both(
+            own=c.own if own is None else own.begin(b.own, c.own, data),
+            local=local.begin(b.local, c.local, data),
         )
 
-    def end(b: AdaptBroadcast, k: Adapting, data: ClientData) -> tuple[GateClient, None]:
+    def end(b: Both, k: Both, data: ClientData) -> tuple[Both, None]:
         client = k.own if own is None else own.end(b.own, k.own, data)[0]
-        return GateClient(client=client, local=phase.end(b.local, k.local, data)[0]), None
+        return Both(own=client, local=local.end(b.local, k.local, data)[0]), None
 
     stages = () if own is None else own.stages
     return Phase(
@@ -259,26 +243,9 @@ def _adapt(own: Phase | None, local: Algorithm, setting: Setting) -> Phase:
         broadcast=broadcast,
         begin=begin,
         stages=(
-            *(_with_part(on_field(stage, "own"), "own") for stage in stages),
-            *(
-                _with_part(on_field(dataclasses.replace(stage, **steps), "local"), "local")
-                for stage in phase.stages
-            ),
+            *(on_field(stage, "own", lambda b: b.own) for stage in stages),
+            *(on_field(stage, "local", lambda b: b.local) for stage in local.stages),
         ),
         end=end,
         unbatched=frozenset({"own"}) if own is not None and own.unbatched else frozenset(),
-    )
-
-
-def _with_part(stage: Stage, name: str) -> Stage:
-    """Give a stage its own part of the broadcast."""
-
-    def finish(b: Any, k: Any) -> Any:
-        assert stage.finish is not None
-        return stage.finish(getattr(b, name), k)
-
-    return dataclasses.replace(
-        stage,
-        step=lambda b, k, batch: stage.step(getattr(b, name), k, batch),
-        finish=finish if stage.finish else None,
     )

@@ -66,13 +66,6 @@ class LabelCounts(Record):
     counts: Tensor  # (classes,)
 
 
-class Counting(Record):
-    """A private record on its way through, and the client's label counts."""
-
-    client: Any
-    counts: Tensor
-
-
 def log_prior(
     counts: Tensor, like: Tensor, strength: float, temperature: float, reference: Tensor | None
 ) -> Tensor:
@@ -239,8 +232,8 @@ def _served(algorithm: Algorithm, bias: str, shift: Shift) -> Algorithm:
     """Add the term to what is served, as the last personal phase."""
     model, predict, cluster = algorithm.model, algorithm.predict, algorithm.cluster
 
-    def begin(b: PriorBroadcast, client: Any, data: ClientData) -> PriorClient:
-        return PriorClient(client=client, shift=shift(data, b.reference))
+    def end(b: PriorBroadcast, client: Any, data: ClientData) -> tuple[PriorClient, None]:
+        return PriorClient(client=client, shift=shift(data, b.reference)), None
 
     def shifted_model(b: Any, c: PriorClient) -> Model:
         assert model is not None
@@ -254,8 +247,8 @@ def _served(algorithm: Algorithm, bias: str, shift: Shift) -> Algorithm:
     phase = Phase(
         name="prior",
         broadcast=lambda server, round: PriorBroadcast(reference=None),
-        begin=begin,
-        end=lambda b, k, data: (k, None),
+        begin=lambda b, client, data: client,
+        end=end,
     )
     return dataclasses.replace(
         algorithm,
@@ -313,12 +306,9 @@ def _with_pooled_counts(algorithm: Algorithm, setting: Setting) -> Algorithm:
 def _counting(setting: Setting) -> Phase:
     """Count the labels of all clients: the server needs the sum alone."""
 
-    def begin(b: Empty, client: Any, data: ClientData) -> Counting:
+    def end(b: Empty, client: Any, data: ClientData) -> tuple[Any, LabelCounts]:
         assert data.label_counts is not None
-        return Counting(client=client, counts=data.label_counts.to(setting.scalar))
-
-    def end(b: Empty, k: Counting, data: ClientData) -> tuple[Any, LabelCounts]:
-        return k.client, LabelCounts(counts=k.counts)
+        return client, LabelCounts(counts=data.label_counts.to(setting.scalar))
 
     def combine(server: PriorServer, reduction: Reduced, round: Round) -> PriorServer:
         return PriorServer(inner=server.inner, counts=reduction.total.counts)
@@ -326,7 +316,7 @@ def _counting(setting: Setting) -> Phase:
     return Phase(
         name="count_labels",
         broadcast=lambda server, round: Empty(),
-        begin=begin,
+        begin=lambda b, client, data: client,
         end=end,
         combine=combine,
         computes="all",

@@ -101,7 +101,10 @@ class LocalWork:
     def rate(
         self, round: Round, rounds: int, like: Tensor, learning_rate: float | None = None
     ) -> Tensor:
-        """Learning rate of a round, in the type and on the device of ``like``."""
+        """Learning rate of a round, in the type and on the device of ``like``.
+
+        The schedule ends with the rounds: clients that come later start with the first step size.
+        """
         base = self.learning_rate if learning_rate is None else learning_rate
         index = round.index.to(torch.float64)
         factor = torch.ones((), dtype=torch.float64)
@@ -109,4 +112,5 @@ class LocalWork:
             factor = self.decay**index
         elif self.schedule == "cosine":
             factor = 0.5 * (1 + torch.cos(torch.pi * index / max(1, rounds)))
+        factor = torch.where(round.index < rounds, factor, 1.0)
         return (base * factor).to(like)
