@@ -36,6 +36,11 @@ class Recorder:
         self._long: set[Any] = set()
         self._patience = _CALLS_BEFORE_RECORDING
 
+    @property
+    def num_recordings(self) -> int:
+        """How many there are."""
+        return len(self._recordings)
+
     def record_at_once(self) -> None:
         """Record on the first call of a shape: for timing what a long run will replay."""
         self._patience = 0
@@ -76,6 +81,13 @@ class Recorder:
             self._long.add(name)
         self._recordings[signature] = recording
         return recording
+
+
+class Unrecorded(Recorder):
+    """Records nothing: every step runs as it is written."""
+
+    def find(self, *arguments: Any, **options: Any) -> None:
+        """Return no recording."""
 
 
 def record(

@@ -22,7 +22,7 @@ from handspan.simulation.federation import Executor, Simulation
 from handspan.simulation.loop import select_fields
 from handspan.simulation.plans import Block, batch_rows, blocks, plan_stage
 from handspan.simulation.stacked import select_axis
-from handspan.simulation.tracing import Recorder
+from handspan.simulation.tracing import Unrecorded
 
 
 def step_rows(
@@ -65,13 +65,6 @@ def batches_of(
             yield change(Batch(x=x, y=y, weight=weight, key=k, rows=rows, side=about.side))
 
     return batches
-
-
-class Unrecorded(Recorder):
-    """Records nothing: every step runs as it is written."""
-
-    def find(self, *arguments: Any, **options: Any) -> None:
-        """Return no recording."""
 
 
 @dataclass(frozen=True, kw_only=True)
