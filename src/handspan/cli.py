@@ -97,9 +97,6 @@ def _collect(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
             raise HandspanError(f"--set {text!r} is no setting: write --set key=value")
         given[key.strip()] = value.strip()
     options, settings = read_toml(config) if config else ({}, {})
-    options = {
-        ("learning_rate" if k == "lr" else k.replace("-", "_")): v for k, v in options.items()
-    }
     told = {("learning_rate" if k == "lr" else k): v for k, v in values.items() if v is not None}
     if "steps" in told:
         options.pop("epochs", None)

@@ -116,7 +116,7 @@ def set_up(
     name, module = _name_model(model, chosen.model)
     chosen = dataclasses.replace(chosen, model=name)
     if metrics is not None:
-        named = tuple(m if isinstance(m, str) else m.__name__ for m in metrics)
+        named = tuple(m if isinstance(m, str) else _name_of(m) for m in metrics)
         chosen = dataclasses.replace(chosen, metrics=named)
     problem = prepare(
         parse(method, mine),
@@ -128,6 +128,15 @@ def set_up(
         [m for m in metrics or () if not isinstance(m, str)],
     )
     return problem, describe(problem, mine, data_options)
+
+
+def _name_of(metric: Any) -> str:
+    name = getattr(metric, "__name__", None)
+    if not callable(metric) or name is None:
+        raise HandspanError(
+            f"a metric is a name or a function (outputs, y) -> number, not {metric!r}"
+        )
+    return name
 
 
 def _separate(

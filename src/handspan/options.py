@@ -130,8 +130,8 @@ class TrainingOptions:
             raise HandspanError("nesterov needs momentum above 0")
         if not 0 <= self.momentum < 1:
             raise HandspanError(f"momentum must lie in [0, 1), not {self.momentum}")
-        if self.weight_decay < 0:
-            raise HandspanError(f"weight_decay must not be negative, not {self.weight_decay}")
+        for name in ("weight_decay", "checkpoint_seconds"):
+            _at_least(name, getattr(self, name), 0)
         self.work()  # checks steps, epochs, batch size, step size and schedule
 
     def work(self) -> LocalWork:
@@ -149,12 +149,13 @@ class TrainingOptions:
 
 
 SHORT = {"lr": "learning_rate"}
+MOST_THREADS = 1024  # with very many the operating system ends the process
 # What changes the clock and not the algorithm: a run may be resumed with other values.
 EXECUTION = ("engine", "block_size", "device", "threads", "checkpoint_seconds")
 
 
-def _at_least(name: str, value: int, least: int) -> None:
-    if value < least:
+def _at_least(name: str, value: float, least: int) -> None:
+    if not value >= least:
         raise HandspanError(f"{name} must be at least {least}, not {value}")
 
 
@@ -188,10 +189,21 @@ def _convert(name: str, value: Any, hint: Any) -> Any:
     if name == "batch_size" and value == "all":
         return None
     if name == "metrics":
-        return tuple(value.split(",")) if isinstance(value, str) else tuple(value)
+        return _metrics(value)
     if isinstance(hint, types.UnionType) and value is None:
         return None
     return convert(name, value, hint)
+
+
+def _metrics(value: Any) -> tuple[str, ...]:
+    """Names, by commas or in a list, each once."""
+    names = value.split(",") if isinstance(value, str) else value
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        raise HandspanError(f"metrics takes names such as accuracy,loss, not {value!r}")
+    for name in names:
+        if names.count(name) > 1:
+            raise HandspanError(f"the metric {name!r} stands twice")
+    return tuple(name.strip() for name in names)
 
 
 def _cohort(value: Any) -> int | float:
@@ -202,14 +214,14 @@ def _cohort(value: Any) -> int | float:
         if isinstance(value, bool):
             raise ValueError
         return value if isinstance(value, int | float) else int(value)
-    except ValueError:
+    except (ValueError, TypeError):
         raise HandspanError(
             f"cohort takes a fraction such as 0.2 or a count such as 20, not {value!r}"
         ) from None
 
 
 def read_toml(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Read options and the table ``[set]`` of method settings from a TOML file."""
+    """Read options by their full names, and the table ``[set]`` of method settings."""
     import tomllib
 
     try:
@@ -222,4 +234,10 @@ def read_toml(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
     settings = values.pop("set", {})
     if not isinstance(settings, dict):
         raise HandspanError(f"{path}: [set] must be a table of method settings")
-    return values, settings
+    options: dict[str, Any] = {}
+    for key, value in values.items():
+        name = SHORT.get(key, key).replace("-", "_")
+        if name in options:
+            raise HandspanError(f"{path} gives {name} twice, under two names: drop one")
+        options[name] = value
+    return options, settings

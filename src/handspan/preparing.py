@@ -167,10 +167,17 @@ def make_metrics(
     """Metrics by name, the leading one first; accuracy (or rmse) and loss by default."""
     given = {function.__name__: function for function in functions}
     default = ("accuracy", "loss") if task.kind == "classification" else ("rmse", "loss")
-    return [
+    metrics = [
         metric_from_function(given[name]) if name in given else metric_by_name(name, task.row_loss)
         for name in names or default
     ]
+    for metric in metrics:
+        if metric.task not in (None, task.kind):
+            raise HandspanError(
+                f"{metric.name} scores {metric.task}, and this is {task.kind}: take "
+                f"{' or '.join(default)}, or say --task {metric.task}"
+            )
+    return metrics
 
 
 def open_data(

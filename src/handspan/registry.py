@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import math
 import pkgutil
 import typing
 from collections.abc import Callable, Mapping
@@ -40,10 +41,7 @@ class FineTuning(MethodConfig):
         """Refuse what cannot be meant; 0 steps leave the method as it is."""
         self.at_least("ft_steps", 0)
         self.at_least("ft_check", 1)
-        if self.ft_learning_rate is not None and not 0 <= self.ft_learning_rate < float("inf"):
-            raise HandspanError(
-                f"ft_learning_rate must be a number of at least 0, not {self.ft_learning_rate}"
-            )
+        self.at_least("ft_learning_rate", 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,10 +61,7 @@ class LabelPrior(MethodConfig):
         """Refuse what cannot be meant."""
         if not 0 < self.prior_strength < float("inf"):
             raise HandspanError(f"prior_strength must be above 0, not {self.prior_strength}")
-        if not 0 <= self.prior_temperature < float("inf"):
-            raise HandspanError(
-                f"prior_temperature must be at least 0, not {self.prior_temperature}"
-            )
+        self.at_least("prior_temperature", 0)
         self.one_of("prior_reference", ("uniform", "pooled"))
         self.one_of("prior_training", ("plain", "balanced"))
         if self.prior_reference == "pooled" and self.prior_training == "balanced":
@@ -267,19 +262,46 @@ def convert(key: str, value: Any, hint: Any) -> Any:
     if value is None or (isinstance(value, str) and value.lower() == "none"):
         if type(None) in typing.get_args(hint):
             return None
-    kind = kinds[0]
+    read, wanted = _READERS[kinds[0]]
     try:
-        if kind is bool:
-            if isinstance(value, str):
-                return {"true": True, "false": False, "1": True, "0": False}[value.lower()]
-            if isinstance(value, bool):
-                return value
-            raise ValueError
-        if kind is int and (isinstance(value, bool) or float(value) != int(float(value))):
-            raise ValueError
-        return kind(float(value)) if kind is int else kind(value)
-    except (ValueError, KeyError, TypeError, OverflowError):
-        wanted = {"bool": "true or false", "int": "a whole number", "float": "a number"}
-        raise HandspanError(
-            f"{key} takes {wanted.get(kind.__name__, kind.__name__)}, not {value!r}"
-        ) from None
+        return read(value)
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
+        raise HandspanError(f"{key} takes {wanted}, not {value!r}") from None
+
+
+def _bool(value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    return {"true": True, "false": False, "1": True, "0": False}[value.lower()]
+
+
+def _int(value: Any) -> int:
+    """Whole numbers exactly, and floats that are whole (``1e3``)."""
+    number = float(value)
+    if isinstance(value, bool) or not number.is_integer():
+        raise ValueError
+    try:
+        return int(value)
+    except ValueError:  # a text such as 1e3
+        return int(number)
+
+
+def _float(value: Any) -> float:
+    number = float(value)
+    if isinstance(value, bool) or not math.isfinite(number):
+        raise ValueError
+    return number
+
+
+def _text(value: Any) -> str:
+    if value is None or isinstance(value, Mapping | list | tuple):
+        raise ValueError
+    return str(value)
+
+
+_READERS: dict[Any, tuple[Callable[[Any], Any], str]] = {
+    bool: (_bool, "true or false"),
+    int: (_int, "a whole number"),
+    float: (_float, "a number"),
+    str: (_text, "a text"),
+}

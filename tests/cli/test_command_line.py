@@ -173,7 +173,7 @@ MISTAKES = {
     "run fedavg --clients 2000": "too many",
     "run fedavg --steps 3 --epochs 2": "not both",
     "run fedavg --batch-size 0": "at least 1",
-    "run fedavg --lr nan": "at least 0",
+    "run fedavg --lr nan": "takes a number",
     "run fedavg --nesterov": "needs momentum",
     "run fedavg --model nope": "no model 'nope'",
     "run fedavg --engine warp": "unknown engine",

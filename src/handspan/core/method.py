@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,9 +26,10 @@ class MethodConfig:
             raise HandspanError(f"{name} must be {listed}, not {getattr(self, name)!r}")
 
     def at_least(self, name: str, least: float) -> None:
-        """Refuse a number below the least that makes sense."""
-        if not getattr(self, name) >= least:
-            raise HandspanError(f"{name} must be at least {least}, not {getattr(self, name)}")
+        """Refuse a number below the least that makes sense; None stands for a default."""
+        value = getattr(self, name)
+        if value is not None and not least <= value < math.inf:
+            raise HandspanError(f"{name} must be at least {least}, not {value}")
 
 
 @dataclass(frozen=True, kw_only=True)

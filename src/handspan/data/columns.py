@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from handspan.core.errors import HandspanError
+from handspan.data.inputs import check_finite
 
 MOST_CATEGORIES = 50  # of a column of texts among the features
 MOST_CLASSES = 1000  # of a column of texts that is the label
@@ -82,12 +83,7 @@ class Columns:
         )
 
     def _finite(self, column: str, values: np.ndarray) -> np.ndarray:
-        bad = np.flatnonzero(~np.isfinite(values))
-        if len(bad):
-            raise HandspanError(
-                f"{self.what(column)} has NaN or infinity in row {bad[0]} (counted from 0): fill "
-                "or remove such rows first"
-            )
+        check_finite(values, self.what(column))
         return values
 
     def features(self, names: list[str]) -> np.ndarray:

@@ -23,6 +23,7 @@ Where = Callable[[int], str]
 TASKS = ["auto", "classification", "regression", "matrix"]
 CHUNK_BYTES = 1 << 24
 MOST_CLASSES = 1 << 16
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 def plain_row(row: int) -> str:
@@ -85,23 +86,31 @@ def as_rows(x: Any, what: str = "x") -> Any:
 
 
 def check_finite(rows: Any, what: str, where: Where = plain_row) -> None:
-    """Refuse NaN and infinity, naming the first row that has one."""
+    """Refuse NaN and what is infinite in float32, naming the first row that has one."""
     if is_sparse(rows):
-        bad = np.flatnonzero(~np.isfinite(rows.data))
+        bad = np.flatnonzero(~_is_finite(rows.data))
         if len(bad):
             row = int(np.searchsorted(rows.indptr, bad[0], side="right")) - 1
-            raise HandspanError(_not_finite(what, where(row)))
+            raise HandspanError(_not_finite(what, where(row), rows.data[bad[:1]]))
         return
     if rows.dtype.kind != "f":
         return
     for start, stop in chunks(rows):
-        finite = np.isfinite(rows[start:stop])
+        finite = _is_finite(rows[start:stop])
         if not finite.all():
             good = finite.reshape(stop - start, -1).all(axis=1)
-            raise HandspanError(_not_finite(what, where(start + int(np.argmin(good)))))
+            row = start + int(np.argmin(good))
+            raise HandspanError(_not_finite(what, where(row), rows[row]))
 
 
-def _not_finite(what: str, row: str) -> str:
+def _is_finite(values: np.ndarray) -> np.ndarray:
+    """Whether numbers are finite, in float32 as well: runs compute in it by default."""
+    return np.abs(values) <= _LARGEST
+
+
+def _not_finite(what: str, row: str, values: np.ndarray) -> str:
+    if np.isfinite(values).all():
+        return f"{what} has a number too large for float32 in {row}; scale such values first"
     return f"{what} has NaN or infinity in {row}; remove or fill such values first"
 
 

@@ -82,7 +82,7 @@ def _from_fields(name: str, arrays: dict[str, np.ndarray], task: str) -> Source:
     x, fields, is_test = _rows(name, arrays)
     inputs.check_finite(x, "x", where)
     y = fields.pop("y", None)
-    known = _num_classes(arrays)
+    known = _num_classes(name, arrays)
     labels, num_classes = inputs.as_labels(y, x.shape[0], task, known, where)
     # For a matrix problem labels are dropped later on; a partition may still need them.
     y = y if labels is None else labels
@@ -179,9 +179,14 @@ def _csr(name: str, arrays: dict[str, np.ndarray]) -> Any:
     return inputs.as_rows(matrix, f"the matrix of {name}")
 
 
-def _num_classes(arrays: Mapping[str, np.ndarray]) -> int | None:
-    if "num_classes" in arrays and arrays["num_classes"].size == 1:
-        return int(arrays["num_classes"].item())
+def _num_classes(name: str, arrays: Mapping[str, np.ndarray]) -> int | None:
+    if "num_classes" in arrays:
+        given = arrays["num_classes"]
+        if given.size != 1 or given.dtype.kind not in "iu" or given.item() < 1:
+            raise HandspanError(
+                f"num_classes of {name} must be one whole number of at least 1, not {given!s}"
+            )
+        return int(given.item())
     classes = arrays.get("classes")
     return len(classes) if classes is not None and classes.ndim == 1 and len(classes) else None
 

@@ -8,6 +8,8 @@ from collections.abc import Callable
 
 from handspan.core.errors import HandspanError
 
+_MOST_SIGMA = 100  # long before it one client has all rows but two of each other
+
 
 def _whole(text: str, what: str, usage: str) -> int:
     if not text.isascii() or not text.isdigit() or not 1 <= int(text) < 2**31:
@@ -68,7 +70,10 @@ def parse_quantity(arguments: list[str]) -> tuple[float]:
     """Read SIGMA."""
     if len(arguments) != 1:
         raise HandspanError("write the partition as quantity:SIGMA, for example quantity:1.5")
-    return (_real(arguments[0], "SIGMA", "quantity:SIGMA"),)
+    sigma = _real(arguments[0], "SIGMA", "quantity:SIGMA")
+    if sigma > _MOST_SIGMA:
+        raise HandspanError(f"SIGMA in quantity:SIGMA must be at most {_MOST_SIGMA}, not {sigma:g}")
+    return (sigma,)
 
 
 def parse_iid(arguments: list[str]) -> tuple[()]:

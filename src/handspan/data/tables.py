@@ -38,6 +38,11 @@ def read_table(text: str, task: str = "auto") -> Source:
     _check_names(columns, given)
     client = client_name if client_name in columns.names else None
     label = _label(columns, given, task)
+    if label is not None and label == client:
+        raise HandspanError(
+            f"{columns.what(label)} cannot be both client and label: name another by "
+            "--client-column or --label-column"
+        )
     side = _side_names(columns, given, client, label)
     taken = {client, label, _IS_TEST, *side}
     features = [name for name in columns.names if name not in taken]
@@ -196,6 +201,8 @@ def _csv_complaint(path: Path, message: str) -> str:
         row = re.search(r"Row #(\d+)", message)
         place = f"line {row[1]}" if row else "a line"
         return f"{path} has {counts[2]} entries in {place}, but its header names {counts[1]}"
+    if "invalid UTF8" in message:
+        return f"{path} is not UTF-8 text: save it as UTF-8"
     if "Empty CSV" in message:
         return f"{path} is empty: its first line must name the columns"
     return f"{path} cannot be read as a table: {message.splitlines()[0]}"

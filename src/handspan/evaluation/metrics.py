@@ -34,11 +34,14 @@ class Metric:
         Which end is the worst.
     per_client
         (outputs, y, offsets) -> (n,) float64.
+    task
+        The kind of task that it scores; None scores any.
     """
 
     name: str
     higher_is_better: bool
     per_client: PerClient
+    task: str | None = None
 
     def pooled(self, outputs: Tensor, y: Tensor) -> float:
         """Score all rows as if they were one client's."""
@@ -165,11 +168,11 @@ def _bounds(group: Tensor, num_groups: int) -> Tensor:
 _BUILT_IN: dict[str, Metric] = {
     metric.name: metric
     for metric in (
-        Metric("accuracy", True, _accuracy),
-        Metric("macro_f1", True, _macro_f1),
-        Metric("auroc", True, _auroc),
-        Metric("rmse", False, _rmse),
-        Metric("mae", False, _mae),
+        Metric("accuracy", True, _accuracy, "classification"),
+        Metric("macro_f1", True, _macro_f1, "classification"),
+        Metric("auroc", True, _auroc, "classification"),
+        Metric("rmse", False, _rmse, "regression"),
+        Metric("mae", False, _mae, "regression"),
     )
 }
 METRICS = (*_BUILT_IN, "loss")

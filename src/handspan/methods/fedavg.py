@@ -70,6 +70,12 @@ class FedAvgConfig(MethodConfig):
             raise HandspanError(
                 f"server_optimizer must be sgd, adam or yogi, not {self.server_optimizer!r}"
             )
+        self.at_least("server_learning_rate", 0)
+        for name in ("server_momentum", "beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise HandspanError(f"{name} must lie in [0, 1), not {getattr(self, name)}")
+        if not self.tau > 0:
+            raise HandspanError(f"tau must be above 0, not {self.tau}")
         if self.server_optimizer != "sgd" and self.server_momentum:
             raise HandspanError("server_momentum belongs to server_optimizer=sgd: use beta1")
 

@@ -72,6 +72,9 @@ class FedMgsConfig(MethodConfig):
         self.one_of("constants", ("safe", "paper"))
         for name in ("num_components", "row_steps", "shared_steps"):
             self.at_least(name, 1)
+        for name in ("orthogonality", "shrinkage", "penalty_tolerance", "stop_tolerance"):
+            self.at_least(name, 0)
+        self.at_least("penalty_growth", 1)
 
 
 class FedMgsServer(Record):
@@ -182,6 +185,8 @@ class _FedMgs:
     def init_server(self, key: Tensor, population: Population) -> FedMgsServer:
         """Draw W in [0, 1); its scale and box follow from the scan."""
         zero, size = self.setting.scalar.double(), self.config.num_components
+        if size > (rows := int(population.num_examples.sum())):
+            raise HandspanError(f"num_components {size} exceeds the {rows} rows: lower it")
         draw = keys.uniform(keys.fold(key, "basis"), (self.setting.row_shape[0], size))
         nothing = zero.new_zeros(size, size)
         total = population.num_examples.sum().to(zero)

@@ -52,6 +52,9 @@ class FedRepConfig(MethodConfig):
         """Refuse unknown choices."""
         if self.weights not in WEIGHTS:
             raise HandspanError(f"weights must be uniform or examples, not {self.weights!r}")
+        self.at_least("personal_steps", 1)
+        self.at_least("shared_steps", 1)
+        self.at_least("head_learning_rate", 0)
 
 
 class FedRepServer(Record):

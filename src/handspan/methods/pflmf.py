@@ -90,13 +90,15 @@ class PflmfConfig(MethodConfig):
         self.one_of("participation", ("fixed", "bernoulli"))
         self.one_of("bernoulli_mean", ("cohort", "expected"))
         self.one_of("upload", ("sum", "rank_one"))
-        self.at_least("rank", 1)
+        for name in ("rank", "personal_steps", "shared_steps"):
+            self.at_least(name, 1)
+        for name in ("v_learning_rate", "u_learning_rate", "damping", "gram_ridge"):
+            self.at_least(name, 0)
         if self.preset == "algorithm1":
-            ours = [n for n in ("scaled", "affine") if getattr(self, n)]
-            given = [n for n in ("v_learning_rate", "u_learning_rate") if getattr(self, n)]
-            if ours or given:
+            extras = ("scaled", "affine", "v_learning_rate", "u_learning_rate")
+            if given := [n for n in extras if getattr(self, n)]:
                 raise HandspanError(
-                    f"preset=algorithm1 has one step size and no extras: drop {(ours + given)[0]}"
+                    f"preset=algorithm1 has one step size and no extras: drop {given[0]}"
                 )
 
 

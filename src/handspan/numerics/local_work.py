@@ -59,6 +59,8 @@ class LocalWork:
             raise HandspanError(
                 f"unknown schedule {self.schedule!r}: choose constant, exponential or cosine"
             )
+        if not 0 < self.decay < float("inf"):
+            raise HandspanError(f"decay must be above 0, not {self.decay}")
 
     def whole(self) -> dict[str, Any]:
         """Return the options of a stage that does all the work."""
