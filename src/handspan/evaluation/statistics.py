@@ -56,6 +56,9 @@ class PairedTest:
         Mean difference (method minus best) and its bootstrap interval.
     p, p_holm
         Before and after the correction.
+    rank_biserial
+        Size of the effect: share of the ranks won minus share lost, from -1 (worse on every
+        client) to 1. It may be positive where a few clients lose much and most win a little.
     is_tie
         Not distinguishable from the best: ``p_holm`` is above the level.
     """
@@ -69,29 +72,31 @@ class PairedTest:
     high: float | None = None
     p: float | None = None
     p_holm: float | None = None
+    rank_biserial: float | None = None
     is_tie: bool = False
 
 
-def signed_rank_test(differences: np.ndarray) -> float:
-    """Two-sided p-value of Wilcoxon's signed-rank test; zeros as Pratt has it.
+def signed_rank_test(differences: np.ndarray) -> tuple[float, float]:
+    """Two-sided p-value of Wilcoxon's signed-rank test, and the rank-biserial correlation.
 
     Examples
     --------
     >>> signed_rank_test(np.array([1.0, 2.0, 3.0]))  # 2 of the 8 signs are as far out
-    0.25
+    (0.25, 1.0)
     """
     from scipy.stats import rankdata
 
     values = np.round(np.asarray(differences, dtype=np.float64), _DIGITS)
     differs = values != 0
     if not differs.any():
-        return 1.0
+        return 1.0, 0.0
     ranks = rankdata(np.abs(values))[differs]
-    positive = float(ranks[values[differs] > 0].sum())
+    positive, total = float(ranks[values[differs] > 0].sum()), float(ranks.sum())
+    effect = (2 * positive - total) / total
     if len(ranks) <= EXACT:
-        return _exact(ranks, positive)
-    deviation = abs(positive - ranks.sum() / 2) / math.sqrt(float(np.square(ranks).sum()) / 4)
-    return math.erfc(deviation / math.sqrt(2))
+        return _exact(ranks, positive), effect
+    deviation = abs(positive - total / 2) / math.sqrt(float(np.square(ranks).sum()) / 4)
+    return math.erfc(deviation / math.sqrt(2)), effect
 
 
 def _exact(ranks: np.ndarray, positive: float) -> float:
@@ -190,6 +195,7 @@ def _compare(name: str, values: np.ndarray, best: np.ndarray, seed: int) -> Pair
     if undefined or not len(differences):  # dropping the pairs would favour what diverged
         return PairedTest(method=name, pairs=len(differences), undefined=undefined)
     low, high = bootstrap_interval(differences, seed=seed)
+    p, rank_biserial = signed_rank_test(differences)
     return PairedTest(
         method=name,
         pairs=len(differences),
@@ -197,7 +203,8 @@ def _compare(name: str, values: np.ndarray, best: np.ndarray, seed: int) -> Pair
         difference=float(differences.mean()),
         low=low,
         high=high,
-        p=signed_rank_test(differences),
+        p=p,
+        rank_biserial=rank_biserial,
     )
 
 
