@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.problems import describe_machine, judge
-from handspan.runs import unpack
+from handspan.disk import unpack
 
 CLOCKS = ("seconds", "seconds_total")  # fields of summary.json
 VARIES = "timing.jsonl"  # the file that tells nothing but seconds

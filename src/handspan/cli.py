@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import Annotated, Any
 
@@ -11,10 +12,13 @@ from typer.core import TyperCommand
 from handspan import __version__
 from handspan.core.errors import HandspanError
 
+_INTERRUPTED = 130  # what typer makes of Ctrl-C
+_OUT_OF_MEMORY = re.compile("can't allocate memory|out of memory")  # how torch tells it
+_UsageError: Any = typer.BadParameter.__base__  # typer names its children alone
+
 app = typer.Typer(
     name="handspan",
     help="Personalised federated learning: personal models from a shared span.",
-    no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,

@@ -15,11 +15,12 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from handspan import fitting
 from handspan.core.errors import HandspanError
+from handspan.disk import write
 from handspan.options import DataOptions, TrainingOptions, from_values
 from handspan.registry import parse
 from handspan.report.tables import comparison_table, lead, method_table
 from handspan.result import Result
-from handspan.runs import RunFolder, write
+from handspan.runs import RunFolder
 
 # Not a terminal: as wide as a table needs to be, so that files and logs keep whole words.
 console = Console() if sys.stdout.isatty() else Console(width=150)

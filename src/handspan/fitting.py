@@ -198,18 +198,15 @@ def load(
     ``data`` (and ``model``) are needed where the run was started from Python with its own.
     """
     stored = RunFolder(folder).config()
+    try:
+        spec = parse(stored["method"], stored["settings"])
+        data_options, options = from_values({**(stored["data"] or {}), **stored["training"]})
+    except HandspanError as error:
+        raise HandspanError(f"{folder}/config.json cannot be used: {error}") from None
     if data is None:
         if stored["data"] is None:
             raise HandspanError(f"{folder} was trained on given data: pass them as data=")
-        data, held_out = open_data(
-            DataOptions(**stored["data"]),
-            stored["training"]["seed"],
-            parse(stored["method"]).method.problem,
-        )
-    training = dict(stored["training"])
-    if (training["model"] or "").startswith("given:") and model is None:
+        data, held_out = open_data(data_options, options.seed, spec.method.problem)
+    if (options.model or "").startswith("given:") and model is None:
         raise HandspanError(f"{folder} was trained with a given model: pass it as model=")
-    training["metrics"] = tuple(training["metrics"])
-    options = TrainingOptions(**training)
-    problem = prepare(parse(stored["method"], stored["settings"]), options, data, held_out, model)
-    return reopen(problem, folder)
+    return reopen(prepare(spec, options, data, held_out, model), folder)

@@ -155,7 +155,13 @@ def methods() -> dict[str, Method]:
         method = importlib.import_module(f"handspan.methods.{module.name}").METHOD
         found[method.name] = method
     for point in entry_points(group="handspan.methods"):
-        loaded = point.load()
+        try:
+            loaded = point.load()
+        except Exception as error:
+            raise HandspanError(
+                f"the plug-in {point.value!r} cannot be loaded ({type(error).__name__}: {error}): "
+                "repair or uninstall it"
+            ) from error
         method = getattr(loaded, "METHOD", loaded)
         if not isinstance(method, Method):
             raise HandspanError(f"the plug-in {point.value!r} offers no handspan Method")

@@ -9,7 +9,6 @@ with the clock.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -21,63 +20,27 @@ from torch import Tensor
 from handspan.core.errors import HandspanError
 from handspan.core.federation import Costs, RunState
 from handspan.core.records import Params, from_named, to_named
+from handspan.disk import as_json, as_json_lines, damaged, pack, plain, read_json, unpack, write
 from handspan.simulation.store import ClientStore
 
 FORMAT = 1
 
 
-def write(path: Path, content: bytes, mode: int = 0o644) -> None:
-    """Replace a file by one rename, after its content has reached the disk."""
-    partial = path.with_name(path.name + ".partial")
-    try:
-        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-    except OSError as error:
-        partial.unlink(missing_ok=True) if partial.parent.is_dir() else None
-        raise HandspanError(
-            f"cannot write {path}: {error.strerror}; what was there before is unchanged"
-        ) from None
+_KINDS = {
+    "method": str, "settings": dict, "training": dict, "data": dict | None, "engine": dict,
+    "fingerprint": str,
+}  # fmt: skip
 
 
-def as_json(value: Any) -> bytes:
-    """Readable JSON, the same bytes for the same value; not-a-number becomes null."""
-    return (json.dumps(_plain(value), indent=2, sort_keys=True, allow_nan=False) + "\n").encode()
-
-
-def as_json_lines(rows: list[dict[str, Any]]) -> bytes:
-    """One JSON object a line."""
-    return "".join(json.dumps(_plain(row), allow_nan=False) + "\n" for row in rows).encode()
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _plain(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(entry) for entry in value]
-    if isinstance(value, float) and not abs(value) < float("inf"):
-        return None
-    return value
-
-
-def read_json(path: Path) -> Any:
-    """Read a JSON file of a run folder."""
-    try:
-        return json.loads(path.read_text())
-    except OSError as error:
-        raise HandspanError(f"cannot read {path}: {error.strerror}") from None
-    except ValueError:
-        raise HandspanError(
-            f"{path} is damaged: it is no JSON; restore it or remove the run folder"
-        ) from None
+def _is_whole(config: Mapping[str, Any]) -> bool:
+    """Whether a configuration has all its parts."""
+    if not all(name in config and isinstance(config[name], _KINDS[name]) for name in _KINDS):
+        return False
+    engine = config["engine"]
+    counts = [engine.get(name) for name in ("block_size", "threads")]
+    return engine.get("engine") in ("loop", "stacked", "wire") and all(
+        isinstance(count, int) and count > 0 for count in counts
+    )
 
 
 class RunFolder:
@@ -97,6 +60,11 @@ class RunFolder:
         return self.path / "checkpoint.safetensors"
 
     @property
+    def journal_path(self) -> Path:
+        """Checkpoint that has not been applied to the files of private records yet."""
+        return self.path / "journal.safetensors"
+
+    @property
     def summary_path(self) -> Path:
         """Results of a finished run."""
         return self.path / "summary.json"
@@ -107,7 +75,9 @@ class RunFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise HandspanError(f"cannot create {self.path}: {error.strerror}") from None
+            raise HandspanError(
+                f"cannot create {self.path}: {error.strerror}; choose another --out"
+            ) from None
         write(self.config_path, as_json({"format": FORMAT, **config}))
 
     def refuse_existing(self) -> None:
@@ -115,9 +85,13 @@ class RunFolder:
         is_free = not self.path.exists() or (
             self.path.is_dir() and all(entry.suffix == ".partial" for entry in self.path.iterdir())
         )
-        if not is_free:
+        if not is_free and self.config_path.exists():
             raise HandspanError(
                 f"{self.path} exists already: go on with --resume, or choose another --out"
+            )
+        if not is_free:
+            raise HandspanError(
+                f"{self.path} exists already and is no run folder: choose another --out"
             )
 
     def clean(self) -> None:
@@ -131,12 +105,19 @@ class RunFolder:
             raise HandspanError(f"{self.path} is no run folder: it has no config.json")
         config = read_json(self.config_path)
         version = config.get("format") if isinstance(config, dict) else None
-        if version != FORMAT:
+        if version is not None and version != FORMAT:
             raise HandspanError(
-                f"{self.path} has format version {version}, and this handspan reads {FORMAT}: "
+                f"{self.path} has format version {version!r}, and this handspan reads {FORMAT}: "
                 "open it with the version that wrote it"
             )
+        if version is None or not _is_whole(config):
+            raise damaged(self.config_path)
         return config
+
+    @property
+    def has_state(self) -> bool:
+        """Whether there is a checkpoint, or the journal of one."""
+        return self.checkpoint_path.exists() or self.journal_path.exists()
 
     def check(self, config: dict[str, Any]) -> dict[str, Any]:
         """Refuse to go on with another configuration; returns the stored one."""
@@ -168,17 +149,17 @@ class RunFolder:
             "abandoned_rounds": state.abandoned_rounds,
         }
         if store.is_on_disk:
-            store.flush(self.path / "journal.safetensors", named, progress)
+            store.flush(self.journal_path, named, progress)
         else:
             named.update({f"client/{name}": value for name, value in store.to_named().items()})
         write(self.checkpoint_path, pack(named, progress), mode=0o600)
         if store.is_on_disk:
-            (self.path / "journal.safetensors").unlink(missing_ok=True)
+            self.journal_path.unlink(missing_ok=True)
         write(self.path / "history.jsonl", as_json_lines(state.history))
 
     def load(self, server_like: Any, store: ClientStore) -> RunState | None:
         """State of the last checkpoint, or None when there is none yet."""
-        journal = self.path / "journal.safetensors"
+        journal = self.journal_path
         if store.is_on_disk and journal.exists():  # committed, perhaps not yet applied
             named, progress = unpack(journal)
             store.apply(named)
@@ -215,28 +196,30 @@ class RunFolder:
         """Note how long something took."""
         try:
             with (self.path / "timing.jsonl").open("a") as file:
-                file.write(json.dumps(_plain(row)) + "\n")
+                file.write(json.dumps(plain(row)) + "\n")
         except OSError as error:
             raise HandspanError(f"cannot write {self.path}: {error.strerror}") from None
 
     def timing(self) -> list[dict[str, Any]]:
         """How long things took, as noted so far."""
         try:
-            lines = (self.path / "timing.jsonl").read_text().splitlines()
+            lines = (self.path / "timing.jsonl").read_text(errors="replace").splitlines()
         except OSError:
             return []
         rows: list[dict[str, Any]] = []
         for line in lines:
             try:
-                rows.append(json.loads(line))
+                row = json.loads(line)
             except ValueError:  # the line that a crash cut short
                 continue
+            if isinstance(row, dict):
+                rows.append(row)
         return rows
 
     def seconds(self) -> tuple[float, float]:
         """Seconds spent so far, in rounds and in all, by earlier sittings."""
         for row in reversed(self.timing()):
-            if "seconds" in row:
+            if {"seconds", "seconds_total"} <= {*row}:
                 return float(row["seconds"]), float(row["seconds_total"])
         return 0.0, 0.0
 
@@ -264,12 +247,16 @@ class RunFolder:
 
     def clients(self) -> dict[str, Any]:
         """Read the table of clients, empty while the run has not finished."""
+        import pyarrow
         import pyarrow.parquet
 
         path = self.path / "clients.parquet"
-        if not path.exists():
+        if not path.exists() and not self.summary_path.exists():
             return {}
-        table = pyarrow.parquet.read_table(path)
+        try:
+            table = pyarrow.parquet.read_table(path)
+        except (pyarrow.ArrowException, OSError):
+            raise damaged(path) from None
         return {
             name: column.to_pylist()
             if str(column.type) == "string"
@@ -279,33 +266,16 @@ class RunFolder:
 
     def summary(self) -> dict[str, Any]:
         """Read the results, empty while the run has not finished."""
-        return read_json(self.summary_path) if self.summary_path.exists() else {}
+        if not self.summary_path.exists():
+            return {}
+        summary = read_json(self.summary_path)
+        if not isinstance(summary, dict) or not {"method", "rounds", "seed"} <= {*summary}:
+            raise damaged(self.summary_path)
+        return summary
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Write the results."""
         write(self.summary_path, as_json(summary))
-
-
-def pack(named: Params, progress: dict[str, Any]) -> bytes:
-    """Tensors and progress as safetensors bytes."""
-    from safetensors.torch import save
-
-    tensors = {name: value.detach().cpu().contiguous() for name, value in named.items()}
-    return save(tensors, metadata={"handspan": json.dumps(_plain(progress))})
-
-
-def unpack(path: Path) -> tuple[Params, dict[str, Any]]:
-    """Read what ``pack`` wrote."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(str(path), framework="pt") as file:
-            named = {name: file.get_tensor(name) for name in file.keys()}
-            return named, json.loads(file.metadata()["handspan"])
-    except (SafetensorError, OSError, KeyError, TypeError, ValueError):
-        raise HandspanError(
-            f"{path} is damaged or no checkpoint of handspan: remove it to start again"
-        ) from None
 
 
 def _part(named: Params, prefix: str) -> Params:

@@ -106,6 +106,7 @@ def make_simulation(
             problem.data.num_train,
             problem.algorithm.per_row,
             folder=folder.path / "clients",
+            reopen=folder.has_state,
         )
     return simulation
 
@@ -300,14 +301,15 @@ def reopen(problem: Problem, path: str | Path) -> Result:
     stored = folder.config()
     if problem.data.fingerprint() != stored["fingerprint"]:
         raise HandspanError(
-            f"{path} was trained on other data: {stored['fingerprint']}, not "
-            f"{problem.data.fingerprint()}"
+            f"{path} was trained on other data ({stored['fingerprint']}) than these "
+            f"({problem.data.fingerprint()}): put back those it was trained on"
         )
+    if not folder.has_state:
+        raise HandspanError(f"{path} holds no state yet: go on with handspan run --resume")
     choice = _choice(problem, stored)
     simulation = make_simulation(problem, choice, folder)
     state = _stored_state(problem, simulation, folder)
-    if state is None:
-        raise HandspanError(f"{path} holds no state yet: go on with handspan run --resume")
+    assert state is not None
     return Result(
         summary=folder.summary(),
         history=state.history,

@@ -34,7 +34,7 @@ LAZY_EXCEPTIONS = {
     # The public constructors stand on the class that they make.
     ("core/data.py", "data", frozenset({"from_clients", "from_arrays"})),
     # The journal is written as checkpoints are.
-    ("simulation/store.py", "runs", frozenset({"flush"})),
+    ("simulation/store.py", "disk", frozenset({"flush"})),
 }
 FOREIGN = {  # third-party libraries of the inner packages
     "core": {"torch", "numpy"},

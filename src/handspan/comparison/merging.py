@@ -11,8 +11,8 @@ from handspan.comparison.folders import in_turn, make
 from handspan.comparison.outcome import Comparison, lacking, read
 from handspan.comparison.running import summarise_trials
 from handspan.core.errors import HandspanError
+from handspan.disk import write
 from handspan.report.settings import tell
-from handspan.runs import write
 
 
 def merge(folders: Sequence[str | Path], out: str | Path) -> Comparison:

@@ -130,6 +130,10 @@ class ModuleTask(Task):
             raise HandspanError(
                 f"the model factory built another model than before: {error} is missing"
             ) from None
+        except NotImplementedError:
+            raise HandspanError(
+                "the model has parameters without values (device 'meta'): make it on the CPU"
+            ) from None
 
     def loss(self, params: Params, buffers: Params, batch: Batch) -> tuple[Tensor, Params]:
         """Mean training loss over the batch's real rows, and the new buffers."""

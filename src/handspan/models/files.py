@@ -29,7 +29,7 @@ def load_model_file(spec: str, **options: Any) -> Callable[[], nn.Module]:
         path_text, name = spec, "make_model"
     path = Path(path_text).expanduser()
     if not path.is_file():
-        raise HandspanError(f"there is no model file {str(path)!r}")
+        raise HandspanError(f"there is no model file {str(path)!r}: write FILE.py:function")
     function = _function(path, name)
     factory = partial(_call, function, str(path), name, _accepted(function, options, path, name))
     with reproducible(keys.key(0, "trial")):
@@ -47,7 +47,7 @@ def _function(path: Path, name: str) -> Callable[..., Any]:
     sys.path.insert(0, folder)
     try:
         exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), module.__dict__)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise HandspanError(f"model file {_told(path, error)}") from error
     finally:
         sys.path.remove(folder)
@@ -85,7 +85,7 @@ def _call(function: Callable[..., Any], path: str, name: str, options: dict[str,
         module = function(**options)
     except HandspanError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise HandspanError(f"{name} in {_told(Path(path), error)}") from error
     if not isinstance(module, nn.Module):
         raise HandspanError(
@@ -94,7 +94,7 @@ def _call(function: Callable[..., Any], path: str, name: str, options: dict[str,
     return module
 
 
-def _told(path: Path, error: Exception) -> str:
+def _told(path: Path, error: BaseException) -> str:
     """Where in the file it went wrong, and how."""
     lines = [
         frame.lineno

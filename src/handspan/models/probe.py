@@ -30,7 +30,7 @@ class _Trail:
             self.handles.append(layer.register_forward_hook(self._leave))
 
     def _enter(self, name: str, layer: nn.Module) -> Any:
-        text = f"{name!r} ({type(layer).__name__})" if name else "the model's own forward"
+        text = f"layer {name!r} ({type(layer).__name__})" if name else "the model's own forward"
         return lambda *_: self.open.append(text)
 
     def _leave(self, *_: Any) -> None:
@@ -38,7 +38,7 @@ class _Trail:
 
     def where(self) -> str:
         """Name of the innermost open layer."""
-        return f"layer {self.open[-1]}" if self.open else "the loss or its gradient"
+        return self.open[-1] if self.open else "the loss or its gradient"
 
     def close(self) -> None:
         """Take the hooks away again."""
@@ -53,9 +53,13 @@ def probe(
     params, buffers = task.init(keys.key(0, "probe"))
     versions = {name: tensor._version for name, tensor in (params | buffers).items()}
     rows = torch.cat([x[:_ROWS]] * _ROWS)[:_ROWS]
-    outputs = _guarded(modules[1], lambda: task.predict(params, buffers, rows, side))
+    moving = {name: value.detach().requires_grad_() for name, value in params.items()}
+    outputs = _guarded(modules[1], lambda: task.predict(moving, buffers, rows, side))
     if not isinstance(outputs, Tensor) or outputs.dim() < 1 or outputs.shape[0] != _ROWS:
         raise HandspanError("the model must return one tensor whose first axis is the rows")
+    if not outputs.requires_grad:
+        raise HandspanError("the model's outputs do not depend on its parameters: nothing to train")
+    outputs = outputs.detach()
     _guarded(modules[0], lambda: _train(task, params, buffers, rows, side, outputs))
     _guarded(modules[1], lambda: _predict(task, params, buffers, rows, side))
     for name, tensor in (params | buffers).items():

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from handspan.core.errors import HandspanError
 from handspan.core.records import Params, Record, from_named, take, to_named
 
 Init = Callable[[Tensor], Any]
@@ -33,6 +35,8 @@ class ClientStore:
         Names of such fields.
     folder
         Where to keep the tensors in files mapped into memory; None keeps them in memory.
+    reopen
+        Whether to go on with the files that are there; they begin anew otherwise.
     """
 
     def __init__(
@@ -41,6 +45,7 @@ class ClientStore:
         num_rows: Tensor,
         per_row: frozenset[str] = frozenset(),
         folder: Path | None = None,
+        reopen: bool = False,
     ) -> None:
         self._init = init
         self._num = num_rows
@@ -48,6 +53,7 @@ class ClientStore:
         self._per_row = per_row
         self.template = take(init(torch.tensor([0])), 0)
         self._folder = folder
+        self._reopen = reopen
         self._staged: list[tuple[Tensor, Params]] = []
         self._staged_at = torch.full((len(num_rows),), -1)
         self._committed = 0
@@ -69,14 +75,17 @@ class ClientStore:
         inner = like.shape[1:] if self._is_per_row(name) else like.shape
         if self._folder is None:  # zeros are not touched until written: memory comes page by page
             return torch.zeros(count, *inner, dtype=like.dtype, device=like.device)
-        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        path = self._folder / (name.replace("/", "%2F").replace(":", "%3A") + ".bin")
-        shape = (count, *inner)
-        size = max(1, torch.Size(shape).numel())
-        if not path.exists():
-            path.touch(mode=0o600)
+        shape = torch.Size((count, *inner))
+        size = max(1, shape.numel())
+        path = self._path(name)
+        (_see_whole if self._reopen else _make_zeros)(path, size * like.element_size())
         tensor = torch.from_file(str(path), shared=True, size=size, dtype=like.dtype)
-        return tensor[: torch.Size(shape).numel()].view(shape)
+        return tensor[: shape.numel()].view(shape)
+
+    def _path(self, name: str) -> Path:
+        """File of a field."""
+        assert self._folder is not None
+        return self._folder / (name.replace("/", "%2F").replace(":", "%3A") + ".bin")
 
     def read(self, ids: Tensor) -> Any:
         """Records of the given clients, staged changes included; per-row fields padded."""
@@ -185,7 +194,7 @@ class ClientStore:
 
         A journal that is found at the next start is applied again, which changes nothing.
         """
-        from handspan.runs import pack, write
+        from handspan.disk import pack, write
 
         named = dict(server)
         for part, (ids, values) in enumerate(self._staged):
@@ -216,9 +225,15 @@ class ClientStore:
     def write(self, ids: Tensor, named: Params) -> None:
         """Write records in their flat wire form; repeating it changes nothing."""
         for name, value in named.items():
-            field = self._fields[name]
-            field.index_copy_(0, self._index(name, ids), value.to(field))
-        self.written[ids] = True
+            self._write_rows(name, self._fields[name], self._index(name, ids), value)
+        self._write_rows("written", self.written, ids, torch.ones_like(ids, dtype=torch.bool))
+
+    def _write_rows(self, name: str, field: Tensor, rows: Tensor, values: Tensor) -> None:
+        values = values.to(field)
+        if not self.is_on_disk:
+            field.index_copy_(0, rows, values)
+        elif values.numel():
+            _write_at(self._path(name), rows, values.reshape(len(rows), -1).contiguous())
 
     def to_named(self) -> Params:
         """All tensors, for a checkpoint."""
@@ -239,6 +254,42 @@ def _ranges(start: Tensor, length: Tensor) -> Tensor:
     """Join the ranges [start, start + length) of all clients."""
     shift = torch.repeat_interleave(start - (length.cumsum(0) - length), length)
     return shift + torch.arange(len(shift))
+
+
+def _make_zeros(path: Path, size: int) -> None:
+    """Make a file of zeros, which take no room before they are written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        path.unlink(missing_ok=True)
+        path.touch(mode=0o600)
+        os.truncate(path, size)
+    except OSError as error:
+        raise HandspanError(f"cannot create {path}: {error.strerror}; make room for it") from None
+
+
+def _see_whole(path: Path, size: int) -> None:
+    if not path.is_file() or path.stat().st_size != size:
+        raise HandspanError(
+            f"{path} is missing or damaged: restore it, or remove the run folder to start again"
+        )
+
+
+def _write_at(path: Path, rows: Tensor, values: Tensor) -> None:
+    """Write rows of a file; rows that follow each other go at once.
+
+    Written, not mapped: on a full disk that is an error, and not the end of the process.
+    """
+    content = values.view(torch.uint8).numpy()
+    cuts = (rows.diff() != 1).nonzero()[:, 0] + 1
+    try:
+        with path.open("r+b") as file:
+            for first, last in pairwise([0, *cuts.tolist(), len(rows)]):
+                file.seek(int(rows[first]) * content.shape[1])
+                file.write(content[first:last].data)
+    except OSError as error:
+        raise HandspanError(
+            f"cannot write {path}: {error.strerror}; make room and go on with --resume"
+        ) from None
 
 
 def _real(num: Tensor, width: int) -> Tensor:
