@@ -320,16 +320,22 @@ def _main(
 def main() -> None:
     """Entry point: a mistake is told in one sentence, with exit code 2."""
     try:
-        app()
+        if app(sys.argv[1:] or ["--help"], standalone_mode=False) == _INTERRUPTED:
+            raise KeyboardInterrupt
     except HandspanError as error:
         _tell(str(error))
+    except _UsageError as error:
+        command = error.ctx.command_path if error.ctx else "handspan"
+        _tell(f"{error.format_message().rstrip('.')}; see {command} --help")
     except BrokenPipeError:
         sys.stderr.close()
         sys.exit(1)
     except KeyboardInterrupt:
-        print("interrupted; go on with --resume", file=sys.stderr)
-        sys.exit(130)
-    except MemoryError:
+        print("interrupted; run goes on with --resume, compare by itself", file=sys.stderr)
+        sys.exit(_INTERRUPTED)
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not _OUT_OF_MEMORY.search(str(error)):
+            raise
         _tell("not enough memory: lower --clients, --block-size or use --store disk")
     except OSError as error:
         where = f" {error.filename}" if error.filename else ""

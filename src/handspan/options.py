@@ -114,6 +114,10 @@ class TrainingOptions:
         for name in ("block_size", "threads"):
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), 1)
+        if not 0 <= self.seed < 2**63:
+            raise HandspanError(f"seed must lie between 0 and 2**63 - 1, not {self.seed}")
+        if self.threads is not None and self.threads > MOST_THREADS:
+            raise HandspanError(f"threads must be at most {MOST_THREADS}, not {self.threads}")
         if self.engine not in ("auto", "loop", "stacked", "wire"):
             raise HandspanError(
                 f"unknown engine {self.engine!r}: choose auto, loop or stacked (wire is for tests)"
