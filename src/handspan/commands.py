@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from handspan import fitting
-from handspan.core.errors import HandspanError
+from handspan.core.errors import HandspanError, nearest
 from handspan.disk import write
 from handspan.options import DataOptions, TrainingOptions, from_values
 from handspan.registry import parse
@@ -152,19 +151,13 @@ def list_all() -> None:
 
 
 def _arrays(path: str, *names: str) -> dict[str, np.ndarray]:
-    """Named arrays of an npz file."""
-    if not Path(path).is_file():
-        raise HandspanError(f"there is no file {path}")
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            found = {name: file[name] for name in file.files}
-    except (OSError, ValueError, EOFError, KeyError) as error:
-        raise HandspanError(f"{path} is no readable npz file: {error}") from None
-    except Exception as error:  # zipfile raises its own kinds
-        raise HandspanError(f"{path} is damaged: {error}") from None
+    """Arrays of an npz file that must have some."""
+    from handspan.data.npz import read_arrays
+
+    found = read_arrays(Path(path))
     for name in names:
         if name not in found:
-            raise HandspanError(f"{path} has no array {name!r}; it has {', '.join(sorted(found))}")
+            raise HandspanError(f"{path} has no array {name!r}{nearest(name, list(found))}")
     return found
 
 
@@ -198,24 +191,28 @@ def new_clients(
     result: Result, arrays: dict[str, np.ndarray], steps: int | None
 ) -> dict[str, list[Any]]:
     """Adapt to each client of a file; every fourth row is kept aside to score it."""
-    x, y = arrays["x"], arrays["y"]
-    if len(x) != len(y):
-        raise HandspanError(f"x has {len(x)} rows and y {len(y)}")
+    from handspan.data import inputs
+
+    if not result.problem.metrics:
+        raise HandspanError(f"{result.problem.spec.method.name} serves no new clients")
+    x = inputs.as_rows(arrays["x"])
+    inputs.check_finite(x, "x")
+    y = result.labels(arrays["y"], len(x)).cpu()
     client = arrays.get("client", np.zeros(len(x), dtype=np.int64))
-    if len(client) != len(x):
-        raise HandspanError(f"x has {len(x)} rows and client {len(client)}")
+    ids = inputs.encode_ids(client, len(x))
+    side = inputs.as_side(arrays["side"], ids, "float64") if "side" in arrays else None
     metric = result.problem.metrics[0]
     table: dict[str, list[Any]] = {"client": [], "num_train": [], metric.name: []}
-    for position, name in enumerate(np.unique(client)):
-        rows = np.flatnonzero(client == name)
+    for position in range(ids.num_clients):
+        rows = np.flatnonzero(ids.codes == position)
         test = rows[3::4]
         train = np.setdiff1d(rows, test)
-        side = arrays["side"][position] if "side" in arrays else None
-        adapted = result.adapt(x[train], y[train], side=side, steps=steps)
-        table["client"].append(name.item())
+        mine = None if side is None else side[position]
+        adapted = result.adapt(x[train], y[train], side=mine, steps=steps)
+        table["client"].append(client[rows[0]].item())
         table["num_train"].append(len(train))
         table[metric.name].append(
-            metric.pooled(adapted.predict(x[test]), torch.as_tensor(y[test])) if len(test) else None
+            metric.pooled(adapted.predict(x[test]).cpu(), y[test]) if len(test) else None
         )
     return table
 

@@ -112,6 +112,22 @@ class Result:
         dtype = self.problem.setting.dtype if rows.is_floating_point() else rows.dtype
         return rows.to(self.problem.setting.device, dtype)
 
+    def labels(self, y: Any, num_rows: int) -> Tensor:
+        """Check labels as they stand in the source, and bring them to the run's type."""
+        from handspan.data.inputs import as_array, as_labels
+
+        data = self.problem.data
+        given = as_array(y, "y")
+        wanted = (num_rows, *data.y.shape[1:])
+        if given.shape != wanted:
+            raise HandspanError(f"y has shape {given.shape}, and the rows need {wanted}")
+        if data.num_classes is None:
+            given, _ = as_labels(given, num_rows, "regression")
+            return torch.from_numpy(given.astype("float64")).to(data.y)
+        flat = given.reshape(-1)  # every position of a sequence is a label
+        flat, _ = as_labels(flat, len(flat), "classification", data.num_classes)
+        return torch.from_numpy(flat).reshape(given.shape).to(data.y)
+
     def adapt(self, x: Any, y: Any, *, side: Any = None, steps: int | None = None) -> AdaptedClient:
         """Fit a new client's private part on its rows; the shared part stays as it is.
 
@@ -128,19 +144,13 @@ class Result:
         if problem.task is None:
             raise HandspanError(f"{problem.spec.method.name} serves no new clients yet")
         rows = self.transform(x)
-        if len(rows) == 0:
-            raise HandspanError("a new client needs at least one row")
-        labels = torch.as_tensor(np.asarray(y))
-        if len(labels) != len(rows):
-            raise HandspanError(f"{len(rows)} rows and {len(labels)} labels do not fit together")
-        labels = labels.long() if problem.data.num_classes else labels.to(problem.setting.dtype)
-        self._check_labels(labels)
+        labels = self.labels(y, len(rows))
         count = torch.tensor([len(rows)])
         none = torch.tensor([0])
         side_row = self._side_row(side)
         guest = FederatedData(
             x=rows,
-            y=labels.to(rows.device),
+            y=labels,
             offsets=torch.tensor([0, len(rows)]),
             num_train=count,
             num_validation=none,
@@ -184,17 +194,15 @@ class Result:
             raise HandspanError(
                 f"a new client needs its side information: {known.shape[1]} numbers"
             )
-        row = torch.as_tensor(np.asarray(side), dtype=self.problem.setting.dtype).reshape(1, -1)
+        from handspan.data.inputs import as_array, as_rows, check_finite
+
+        row = as_rows(as_array(side, "side").reshape(1, -1), "side")
+        check_finite(row, "side")
         if row.shape[1] != known.shape[1]:
             raise HandspanError(
                 f"side information has {known.shape[1]} numbers, not {row.shape[1]}"
             )
-        return row.to(known.device)
-
-    def _check_labels(self, labels: Tensor) -> None:
-        classes = self.problem.data.num_classes
-        if classes and (int(labels.min()) < 0 or int(labels.max()) >= classes):
-            raise HandspanError(f"labels must lie in 0..{classes - 1}")
+        return torch.from_numpy(row.astype("float64")).to(known)
 
     def _served(self, simulation: Simulation, client: int) -> Model:
         algorithm = simulation.algorithm

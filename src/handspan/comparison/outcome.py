@@ -168,15 +168,20 @@ def read(folder: str | Path) -> Comparison:
         raise HandspanError(f"{place} is no comparison: it has no plan.json")
     about = read_json(place / "plan.json")
     version = about.get("format") if isinstance(about, dict) else None
-    if version != FORMAT:
+    if version is not None and version != FORMAT:
         raise HandspanError(
-            f"{place} has format version {version}, and this handspan reads {FORMAT}"
+            f"{place} has format version {version!r}, and this handspan reads {FORMAT}: open it "
+            "with the version that wrote it"
         )
     rows, tuning = read_json(place / "comparison.json"), read_json(place / "tuning.json")
-    scores = {(row["method"], row["seed"]): _scores(place, row) for row in rows}
-    return Comparison(
-        rows, about=about, scores=scores, tuning=tuning, missing=lacking(about, tuning, rows)
-    )
+    try:
+        scores = {(row["method"], row["seed"]): _scores(place, row) for row in rows}
+        missing = lacking(about, tuning, rows)
+    except (KeyError, TypeError, AttributeError):
+        raise HandspanError(
+            f"a file of {place} is damaged: run the comparison again, it takes finished runs over"
+        ) from None
+    return Comparison(rows, about=about, scores=scores, tuning=tuning, missing=missing)
 
 
 def lacking(

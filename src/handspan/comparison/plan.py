@@ -10,7 +10,7 @@ from typing import Any
 
 from handspan.comparison.budget import Budget, read_equal
 from handspan.comparison.grids import Axes, Choice, make_trials
-from handspan.core.errors import HandspanError
+from handspan.core.errors import HandspanError, nearest
 from handspan.options import EXECUTION, DataOptions
 from handspan.registry import parse
 from handspan.report.settings import plain
@@ -185,7 +185,7 @@ def read_shard(text: str | None) -> tuple[int, int]:
     if text is None:
         return 1, 1
     first, separator, last = text.partition("/")
-    if not separator or not first.strip().isdigit() or not last.strip().isdigit():
+    if not first.strip().isdigit() or not last.strip().isdigit() or int(last) < 1:
         raise HandspanError(f"--shard takes i/n, such as 1/4, not {text!r}")
     index, count = int(first), int(last)
     if not 1 <= index <= count:
@@ -198,7 +198,8 @@ def _share(texts: Sequence[str], settings: Mapping[str, Any]) -> dict[str, dict[
     fields = {text: parse(text).fields for text in texts}
     for key in settings:
         if not any(key in names for names in fields.values()):
-            raise HandspanError(f"none of the methods has a setting {key!r}")
+            known = sorted(set().union(*fields.values()))
+            raise HandspanError(f"none of the methods has a setting {key!r}{nearest(key, known)}")
     return {
         text: {key: value for key, value in settings.items() if key in fields[text]}
         for text in texts

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from handspan.comparison.cells import Data, Outcome, Runner, label
-from handspan.comparison.folders import in_turn, make
+from handspan.comparison.folders import in_turn, make, refuse_other
 from handspan.comparison.grids import Axes, Choice, at_the_edge, best_trial
 from handspan.comparison.outcome import Comparison, lacking, lacking_trials
 from handspan.comparison.plan import Cell, Plan, make_plan
@@ -119,6 +119,7 @@ def compare(
         raise HandspanError("a part of a comparison needs a folder to leave its results in: --out")
     folder = None if out is None else Path(out)
     if folder is not None:
+        refuse_other(folder)
         make(folder)
     runner = Runner(plan=plan, data=data, folder=folder, progress=progress)
     return _Sitting(plan=plan, runner=runner, folder=folder, watch=watch).run()

@@ -28,10 +28,10 @@ _LAYOUTS = "x, or x_train and x_test, or data, indices, indptr and shape"
 
 def read_npz(name: str, task: str) -> Source:
     """Read the arrays of a file."""
-    return _from_fields(name, _read(Path(name)), task)
+    return _from_fields(name, read_arrays(Path(name)), task)
 
 
-def _read(path: Path) -> dict[str, np.ndarray]:
+def read_arrays(path: Path) -> dict[str, np.ndarray]:
     """Read all arrays of a file; arrays of Python objects are refused, never unpickled."""
     if not path.exists():
         raise HandspanError(f"there is no file {path}: check its name")
