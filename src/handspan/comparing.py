@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.progress import Progress
@@ -32,6 +31,8 @@ def compare_methods(
     data_options, training = from_values(options)
     values = training_values(training)
     seed = values.pop("seed")
+    if "engine" not in options:
+        del values["engine"]  # a comparison has its own default
     if equal != "rounds" and "rounds" not in options:
         del values["rounds"]  # the budget alone says how long a run is
     data = _by_seed(data_options)
@@ -86,7 +87,13 @@ def _whole(progress: Progress) -> Callable[[Standing], None]:
     def watch(standing: Standing) -> None:
         score = "" if standing.score is None else f" {standing.score:.3f}"
         status = f"run {standing.done}/{standing.total}, last {standing.label}{score}"
-        progress.update(task, completed=standing.done, total=standing.total, status=status)
+        progress.update(
+            task,
+            completed=standing.done,
+            total=standing.total,
+            status=status,
+            seconds_left=standing.seconds_left,
+        )
         for other in progress.task_ids:
             if other != task:
                 progress.remove_task(other)
@@ -101,7 +108,8 @@ def show(table: Comparison, out: str | None) -> None:
         console.print(f"{len(table.missing)} runs are missing, the table waits for them: {some}")
     else:
         for part in on_screen(table):
-            console.print(part)
+            console.print(part, markup=False)
         warn_divergence(table)
     if out is not None:
-        console.print(f"results in {Path(out) / 'comparison.json'}")
+        made = "comparison.json" if table.missing else "comparison.json, table.md, .csv and .tex"
+        console.print(f"results in {out}: {made}; commands.txt repeats each run", soft_wrap=True)

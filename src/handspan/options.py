@@ -41,6 +41,8 @@ class DataOptions:
     task: str = "auto"
     """``auto`` (integer labels: classification), ``classification``, ``regression`` or ``matrix``
     (no labels)."""
+    validate: bool = False
+    """Leave the test rows out and score validation rows, as the trials of ``compare`` do."""
 
     def __post_init__(self) -> None:
         """Write the columns of a table behind its path: ``data`` alone names the source."""
@@ -92,7 +94,8 @@ class TrainingOptions:
     eval_every: int = 10
     """Rounds between evaluations; the last round is always evaluated, 0 evaluates it alone."""
     engine: str = "auto"
-    """auto, loop or stacked."""
+    """auto (by the clock), steady (auto without a clock, for numbers that come again: the default
+    of ``compare``), loop or stacked."""
     block_size: int | None = None
     """Clients per block of the stacked engine."""
     device: str = "auto"
@@ -118,9 +121,10 @@ class TrainingOptions:
             raise HandspanError(f"seed must lie between 0 and 2**63 - 1, not {self.seed}")
         if self.threads is not None and self.threads > MOST_THREADS:
             raise HandspanError(f"threads must be at most {MOST_THREADS}, not {self.threads}")
-        if self.engine not in ("auto", "loop", "stacked", "wire"):
+        if self.engine not in ("auto", "steady", "loop", "stacked", "wire"):
             raise HandspanError(
-                f"unknown engine {self.engine!r}: choose auto, loop or stacked (wire is for tests)"
+                f"unknown engine {self.engine!r}: choose auto, steady, loop or stacked (wire is "
+                "for tests)"
             )
         choices = {
             "dtype": ("float32", "float64"),
@@ -211,10 +215,10 @@ def _metrics(value: Any) -> tuple[str, ...]:
 
 
 def _cohort(value: Any) -> int | float:
-    """With a decimal point a fraction, without one a count."""
+    """With a decimal point (or an exponent) a fraction, without one a count."""
     try:
         if isinstance(value, str):
-            return float(value) if "." in value else int(value)
+            return float(value) if any(mark in value for mark in ".e") else int(value)
         if isinstance(value, bool):
             raise ValueError
         return value if isinstance(value, int | float) else int(value)

@@ -185,7 +185,10 @@ def open_data(
 ) -> tuple[FederatedData, FederatedData | None]:
     """Read, partition and split the data of a run; and its held-out clients."""
     from handspan.data import load_data, split_holdout
+    from handspan.data.selection import selection_data
 
+    if options.validate and problem == "matrix":
+        raise HandspanError("a matrix problem scores its own fit: it has no validation rows")
     data = load_data(
         options.data,
         partition=options.partition,
@@ -196,6 +199,5 @@ def open_data(
         task=options.task,
         standardize=False if problem == "matrix" else "auto",
     )
-    if not options.holdout_clients:
-        return data, None
-    return split_holdout(data, options.holdout_clients, seed)
+    data, held_out = split_holdout(data, options.holdout_clients, seed)
+    return (selection_data(data), None) if options.validate else (data, held_out)

@@ -97,14 +97,14 @@ def _count(problem: Problem, budget: Budget, bound: int | None) -> Estimate:
         problem.algorithm, problem.data, seed=problem.options.seed, engine=_engine(problem)
     )
     fixed, cost = (_rows if budget.unit == "rows" else _bytes)(simulation, problem, budget)
-    total, dearest = fixed, 0
-    for index in range(bound or MOST_ROUNDS):
+    total, dearest, most = fixed, 0, bound or MOST_ROUNDS
+    for index in range(most):
         spent = cost(_draw(simulation, problem, index))
         total, dearest = total + spent, max(dearest, spent)
         if total >= budget.amount:
             return Estimate(rounds=index + 1, dearest=dearest)
-        if index > 100 and not dearest and bound is None:
-            break
+        if index > 100 and total + 2 * dearest * (most - index) < budget.amount:
+            break  # no need to count to the end
     if bound is not None:
         return Estimate(rounds=bound, dearest=dearest)
     name = problem.spec.text
@@ -127,7 +127,7 @@ def _draw(simulation: Simulation, problem: Problem, index: int) -> Round:
 
 def _engine(problem: Problem) -> str:
     """Bytes are played with the way that always works, where none is asked for."""
-    return "loop" if problem.options.engine == "auto" else problem.options.engine
+    return "loop" if problem.options.engine in ("auto", "steady") else problem.options.engine
 
 
 Counted = tuple[int, Callable[[Round], int]]
@@ -156,26 +156,30 @@ def _rows(simulation: Simulation, problem: Problem, budget: Budget) -> Counted:
         )
 
     first = make_round(0, everyone, simulation.population)
-    fixed = played(algorithm.setup, first) + budget.of(simulation.personal_costs(everyone))
+    served = simulation.personal_costs(everyone)
+    fixed = played(algorithm.setup, first) + budget.of(served)
     return fixed, lambda round: played(algorithm.rounds, round)
 
 
 def _bytes(simulation: Simulation, problem: Problem, budget: Budget) -> Counted:
     """Bytes of the set-up, and of a round by the size of its cohort, from two played rounds."""
     options = problem.options
+    sizes: list[int] = []  # of the rounds played: up to the second one that somebody takes part in
+    while sum(size > 0 for size in sizes) < 2:
+        sizes.append(len(_draw(simulation, problem, len(sizes)).ids))
     costs: list[int] = []
     run(
         problem.algorithm,
         simulation,
-        rounds=2,
+        rounds=len(sizes),
         cohort=options.cohort,
         seed=options.seed,
         hooks=(lambda state: costs.append(budget.of(state.costs)),),
     )
-    costs += costs[-1:] * (2 - len(costs))  # done after one round: the next costs nothing
-    sizes = [len(_draw(simulation, problem, index).ids) for index in range(2)]
-    each = (costs[1] - costs[0]) / max(1, sizes[1])
-    return max(0, costs[0] - round(each * sizes[0])), lambda drawn: round(each * len(drawn.ids))
+    costs += costs[-1:] * (len(sizes) - len(costs))  # the method had finished: nothing more
+    each = (costs[-1] - costs[-2]) / sizes[-1]
+    fixed = costs[-1] - round(each * sum(sizes))
+    return max(0, fixed), lambda drawn: round(each * len(drawn.ids))
 
 
 def revise(
@@ -187,15 +191,25 @@ def revise(
     """
     rounds, spent = attempts[-1]
     missing = budget.amount - spent
-    step = max(1, found.dearest, math.ceil(spent / max(1, rounds)))
-    if -step < missing <= 0 or len(attempts) >= ATTEMPTS:
+    if (missing <= 0 and is_met(attempts[-1], budget, found)) or len(attempts) >= ATTEMPTS:
         return None
+    step = _round_at_most(attempts[-1], found)
     if len(attempts) > 1 and attempts[-1][0] != attempts[-2][0]:
         slope = (attempts[-1][1] - attempts[-2][1]) / (attempts[-1][0] - attempts[-2][0])
         step = slope if slope > 0 else step
     wanted = rounds + (math.ceil(missing / step) if missing > 0 else -int(-missing // step))
     wanted = max(1, min(wanted, bound or MOST_ROUNDS))
     return None if wanted in [tried for tried, _ in attempts] else wanted
+
+
+def is_met(attempt: tuple[int, int], budget: Budget, found: Estimate) -> bool:
+    """Whether a run spent the budget, but for less than its dearest round."""
+    return abs(attempt[1] - budget.amount) < _round_at_most(attempt, found)
+
+
+def _round_at_most(attempt: tuple[int, int], found: Estimate) -> float:
+    rounds, spent = attempt
+    return max(1, found.dearest, math.ceil(spent / max(1, rounds)))
 
 
 def nearest_to(attempts: Sequence[tuple[int, int]], budget: Budget) -> int:

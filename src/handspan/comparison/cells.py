@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
-from handspan.comparison.budget import Estimate, estimate, nearest_to, revise
+from handspan.comparison.budget import Estimate, estimate, is_met, nearest_to, revise
 from handspan.comparison.commands import run_command
 from handspan.comparison.folders import held
 from handspan.comparison.plan import Cell, Plan
-from handspan.comparison.selection import client_identity, selection_data
 from handspan.core.data import FederatedData
+from handspan.data.selection import selection_data
 from handspan.fitting import Problem, Progress, execute, set_up
+from handspan.options import DataOptions
 from handspan.registry import parse
 from handspan.report.settings import tell
 from handspan.runs import RunFolder
@@ -60,6 +63,7 @@ class Runner:
     folder: Path | None
     progress: Callable[[str, int], Progress | None] | None
     _opened: dict[Any, Any] = field(default_factory=dict)
+    _estimates: dict[str, Estimate] = field(default_factory=dict)
 
     def run(self, cell: Cell) -> Outcome | None:
         """Run or take over a cell; None where it is another shard's and not there yet."""
@@ -79,17 +83,26 @@ class Runner:
             if outcome.row["rounds"] < rounds:  # the method itself had finished
                 break
             rounds = revise(attempts, self.plan.budget, found, bound)
-        kept = tried[nearest_to(attempts, self.plan.budget)]
-        return dataclasses.replace(kept, was_there=all(one.was_there for one in tried))
+        place = nearest_to(attempts, self.plan.budget)
+        kept = tried[place]
+        met = is_met(attempts[place], self.plan.budget, found)
+        return dataclasses.replace(
+            kept,
+            row={**kept.row, "budget_met": met},
+            was_there=all(one.was_there for one in tried),
+        )
 
     def estimate(self, cell: Cell) -> Estimate:
         """Count the rounds that the budget pays for."""
         assert self.plan.budget is not None
-
-        def with_rounds(rounds: int) -> Problem:
-            return self._set_up(cell, rounds)[0]
-
-        return estimate(with_rounds, self.plan.budget, self.plan.options.get("rounds"))
+        name = cell.name()
+        if name not in self._estimates:
+            self._estimates[name] = estimate(
+                lambda rounds: self._set_up(cell, rounds)[0],
+                self.plan.budget,
+                self.plan.options.get("rounds"),
+            )
+        return self._estimates[name]
 
     def _once(self, cell: Cell, rounds: int | None) -> Outcome | None:
         name = cell.name(rounds)
@@ -113,6 +126,7 @@ class Runner:
             "metric": None if metric is None else metric.name,
             "higher_is_better": None if metric is None else metric.higher_is_better,
             "clients_hash": client_identity(self._open(cell)[0]),
+            "budget_met": None,
             "command": self._command(cell, problem, config, done.engine),
         }
         scores = None if metric is None else done.clients[f"personal_{metric.name}"]
@@ -145,15 +159,20 @@ class Runner:
     def _command(
         self, cell: Cell, problem: Problem, config: Mapping[str, Any], engine: Mapping[str, Any]
     ) -> str | None:
-        if cell.trial is not None:
-            return None
         return run_command(
             cell.text,
             dataclasses.asdict(problem.options),
-            self.plan.data_options,
+            self._data_options(cell),
             config["settings"],
             engine,
         )
+
+    def _data_options(self, cell: Cell) -> DataOptions | None:
+        """Say where the rows of a cell come from; None for given ones."""
+        options = self.plan.data_options
+        if options is None or cell.trial is None:
+            return options
+        return dataclasses.replace(options, validate=True)
 
     def _set_up(self, cell: Cell, rounds: int | None) -> tuple[Problem, dict[str, Any]]:
         data, held_out = self._open(cell)
@@ -173,7 +192,7 @@ class Runner:
             held_out=held_out,
             seed=cell.seed,
             settings={**self.plan.settings[cell.text], **mine},
-            data_options=None if cell.trial is not None else self.plan.data_options,
+            data_options=self._data_options(cell),
             **options,
         )
 
@@ -203,3 +222,22 @@ def _taken_over(folder: RunFolder, config: dict[str, Any]) -> _Done:
 def label(cell: Cell) -> str:
     """Say which run this is; the seed apart."""
     return cell.text if cell.trial is None else f"{cell.text} {tell(cell.choice)}"
+
+
+def client_identity(data: FederatedData) -> str:
+    """Hash that is equal where two seeds have the same clients, however their rows are split.
+
+    By the clients' names, or else by the labels each of them has.
+    """
+    digest = hashlib.sha256()
+    if data.names:
+        digest.update("\n".join(data.names).encode())
+        return digest.hexdigest()[:16]
+    digest.update(data.offsets.numpy().tobytes())
+    if data.y is not None:
+        y = data.y.cpu().reshape(len(data.y), -1).double().sum(1)
+        client = torch.repeat_interleave(torch.arange(data.num_clients), data.offsets.diff())
+        order = y.argsort(stable=True)
+        order = order[client[order].argsort(stable=True)]
+        digest.update(y[order].numpy().tobytes())
+    return digest.hexdigest()[:16]

@@ -8,9 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from handspan.options import EXECUTION, DataOptions, TrainingOptions
-from handspan.report.settings import plain
-
-_SHORT = {"learning_rate": "lr"}
+from handspan.report.settings import SHORT, plain
 
 
 def run_command(
@@ -22,7 +20,8 @@ def run_command(
 ) -> str | None:
     """Write the ``handspan run`` of a cell; None where data or model were given from Python.
 
-    The engine stands in it, since the last digits depend on it.
+    The engine stands in it, since the last digits depend on it; where private records live does
+    not, since nothing depends on that.
     """
     from handspan.evaluation.metrics import METRICS
 
@@ -33,7 +32,7 @@ def run_command(
     words += ["--data", data.data, "--partition", data.partition]
     words += _options(dataclasses.asdict(data), DataOptions(), skip=("data", "partition"))
     words += ["--seed", str(training["seed"])]
-    words += _options(training, TrainingOptions(), skip=("seed", *EXECUTION))
+    words += _options(training, TrainingOptions(), skip=("seed", "store", *EXECUTION))
     for key, value in settings.items():
         words += ["--set", f"{key}={plain(value)}"]
     words += ["--engine", engine["engine"]]
@@ -50,7 +49,7 @@ def _options(values: Mapping[str, Any], default: Any, skip: tuple[str, ...]) -> 
         value = values.get(field.name, getattr(default, field.name))
         if field.name in skip or value == getattr(default, field.name):
             continue
-        option = "--" + _SHORT.get(field.name, field.name).replace("_", "-")
+        option = "--" + SHORT.get(field.name, field.name).replace("_", "-")
         if value is True:
             words.append(option)
         elif field.name == "batch_size" and value is None:

@@ -20,6 +20,7 @@ from handspan.report.settings import tell
 from handspan.runs import RunFolder
 
 Scores = Mapping[tuple[str, int], np.ndarray | None]
+TABLES = {"table.md": "markdown", "table.csv": "csv", "table.tex": "latex"}
 
 
 class Comparison(list[dict[str, Any]]):
@@ -57,6 +58,15 @@ class Comparison(list[dict[str, Any]]):
         """Settings chosen on validation rows, by method; empty where nothing was tuned."""
         told = self.tuning.get("methods", {})
         return {text: entry["chosen"] for text, entry in told.items()}
+
+    @property
+    def commands(self) -> list[str]:
+        """What repeats each trial and each final run; a remark where rows or model were given."""
+        tried = [t for entry in self.tuning.get("methods", {}).values() for t in entry["trials"]]
+        return [
+            run["command"] or f"# {run['cell']}: given in Python, and so it has no command"
+            for run in [*tried, *self]
+        ]
 
     @functools.cached_property
     def tests(self) -> dict[str, Any]:
@@ -131,17 +141,19 @@ class Comparison(list[dict[str, Any]]):
         if self.missing:
             return target
         write(target / "tests.json", as_json(self.tests))
-        for name, style in (("md", "markdown"), ("csv", "csv"), ("tex", "latex")):
-            write(target / f"table.{name}", self.table(style).encode())
+        for name, style in TABLES.items():
+            write(target / name, self.table(style).encode())
         return target
 
     def note(self, folder: Path) -> None:
-        """Write what is known so far."""
-        write(folder / "plan.json", as_json(self.about))
+        """Write what is known so far; tables of an earlier plan would tell something else."""
+        if self.missing:
+            for name in ("tests.json", *TABLES):
+                (folder / name).unlink(missing_ok=True)
         write(folder / "comparison.json", as_json(list(self)))
         write(folder / "tuning.json", as_json(self.tuning))
-        commands = [row["command"] or f"# {row['cell']}: data given in Python" for row in self]
-        write(folder / "commands.txt", "".join(f"{line}\n" for line in commands).encode())
+        write(folder / "commands.txt", "".join(f"{line}\n" for line in self.commands).encode())
+        write(folder / "plan.json", as_json(self.about))  # last: what has it can be read
 
     def _parquet(self) -> bytes:
         import io

@@ -11,7 +11,7 @@ from typing import Any
 from handspan.comparison.budget import Budget, read_equal
 from handspan.comparison.grids import Axes, Choice, make_trials
 from handspan.core.errors import HandspanError, nearest
-from handspan.options import EXECUTION, DataOptions
+from handspan.options import EXECUTION, DataOptions, TrainingOptions
 from handspan.registry import parse
 from handspan.report.settings import plain
 
@@ -103,6 +103,12 @@ class Plan:
 
     def describe(self) -> dict[str, Any]:
         """Return what two shards of one comparison agree in, for its folder."""
+        options = {**dataclasses.asdict(TrainingOptions()), **self.options}
+        for name in (
+            "seed",
+            *(("rounds",) if self.budget and "rounds" not in self.options else ()),
+        ):
+            del options[name]  # the plan has its own say
         return {
             "format": FORMAT,
             "methods": list(self.texts),
@@ -110,7 +116,7 @@ class Plan:
             "trials": {text: list(points) for text, points in self.trials.items()},
             "equal": "rounds" if self.budget is None else str(self.budget),
             "settings": {text: _texts(values) for text, values in self.settings.items()},
-            "options": _texts({k: v for k, v in self.options.items() if k not in EXECUTION}),
+            "options": _texts({k: v for k, v in options.items() if k not in EXECUTION}),
             "data": None if self.data_options is None else dataclasses.asdict(self.data_options),
         }
 
@@ -159,6 +165,10 @@ def make_plan(
     trials = make_trials(texts, grid, tune, budget, options, shares, seed)
     if stage not in STAGES:
         raise HandspanError(f"--stage takes {', '.join(STAGES)}, not {stage!r}")
+    if data_options is not None and data_options.validate:
+        raise HandspanError(
+            "compare scores test rows, and validation rows in its trials: --validate is for run"
+        )
     if stage == "tune" and not trials:
         raise HandspanError("--stage tune has nothing to do: give --tune or --grid")
     for text in texts if trials else ():
@@ -184,8 +194,8 @@ def read_shard(text: str | None) -> tuple[int, int]:
     """Read ``i/n``, counted from 1."""
     if text is None:
         return 1, 1
-    first, separator, last = text.partition("/")
-    if not first.strip().isdigit() or not last.strip().isdigit() or int(last) < 1:
+    first, _, last = (part.strip() for part in text.partition("/"))
+    if not first.isdecimal() or not last.isdecimal() or int(last) < 1:
         raise HandspanError(f"--shard takes i/n, such as 1/4, not {text!r}")
     index, count = int(first), int(last)
     if not 1 <= index <= count:

@@ -86,7 +86,7 @@ def compare(
     watch
         Called with a ``Standing`` after every cell.
     **options
-        As in ``fit``.
+        As in ``fit``; ``engine`` is ``steady`` by default, so that a table comes again as it was.
 
     Returns
     -------
@@ -107,7 +107,7 @@ def compare(
         seeds=seeds,
         seed=seed,
         settings=settings or {},
-        options=options,
+        options={"engine": "steady", **options},
         data_options=data_options,
         tune=tune,
         grid=grid,
@@ -136,6 +136,7 @@ class _Sitting:
     outcomes: dict[tuple[str, int], Outcome] = field(default_factory=dict)
     trials: dict[str, dict[int, dict[str, Any]]] = field(default_factory=dict)
     seconds: dict[str, list[float]] = field(default_factory=dict)
+    todo: list[Cell] = field(default_factory=list)
     done: int = 0
 
     def run(self) -> Comparison:
@@ -223,6 +224,7 @@ class _Sitting:
             "setting": cell.choice,
             "score": row[f"personal_{row['metric']}_mean"],
             "cell": row["cell"],
+            "command": row["command"],
             "higher_is_better": row["higher_is_better"],
             "metric": row["metric"],
             **{name: row[name] for name in ("rounds", "rows", "bytes_up", "bytes_down")},

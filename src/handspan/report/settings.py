@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+SHORT = {"learning_rate": "lr"}  # as the command line writes it
+
 
 def plain(value: Any) -> str:
     """Write a value as the command line reads it.
@@ -25,9 +27,9 @@ def tell(choice: Mapping[str, Any]) -> str:
     Examples
     --------
     >>> tell({"learning_rate": 0.3, "batch_size": None})
-    'learning_rate=0.3, batch_size=all'
+    'lr=0.3, batch_size=all'
     """
     return ", ".join(
-        f"{key}={'all' if key == 'batch_size' and value is None else plain(value)}"
+        f"{SHORT.get(key, key)}={'all' if key == 'batch_size' and value is None else plain(value)}"
         for key, value in choice.items()
     )

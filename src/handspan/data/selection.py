@@ -32,7 +32,7 @@ def selection_data(data: FederatedData) -> FederatedData:
     if data.y is None or not int(data.num_validation.sum()):
         raise HandspanError(
             "settings are chosen on validation rows, and the data have none: split some off "
-            "(validation_fraction=), or compare without --tune and --grid"
+            "(validation_fraction=), or leave settings as they are"
         )
     kept = data.num_train + data.num_validation
     offsets = torch.cat([kept.new_zeros(1), kept.cumsum(0)])
@@ -53,24 +53,3 @@ def selection_data(data: FederatedData) -> FederatedData:
 
 def _select(x: Tensor | Csr, rows: Tensor) -> Tensor | Csr:
     return x.select(rows) if isinstance(x, Csr) else x[rows.to(x.device)]
-
-
-def client_identity(data: FederatedData) -> str:
-    """Hash that is equal where two seeds have the same clients, however their rows are split.
-
-    By the clients' names, or else by the labels each of them has.
-    """
-    import hashlib
-
-    digest = hashlib.sha256()
-    if data.names:
-        digest.update("\n".join(data.names).encode())
-        return digest.hexdigest()[:16]
-    digest.update(data.offsets.numpy().tobytes())
-    if data.y is not None:
-        y = data.y.cpu().reshape(len(data.y), -1).double().sum(1)
-        client = torch.repeat_interleave(torch.arange(data.num_clients), data.offsets.diff())
-        order = y.argsort(stable=True)
-        order = order[client[order].argsort(stable=True)]
-        digest.update(y[order].numpy().tobytes())
-    return digest.hexdigest()[:16]
