@@ -186,6 +186,8 @@ class MethodSpec:
 
     def build(self, setting: Setting) -> Algorithm:
         """Compose the algorithm for a problem."""
+        if any(EXTRAS[name].chooses(config) for name, config in self.extras):
+            setting = dataclasses.replace(setting, keeps_validation=True)
         for name, config in self.extras:
             setting = EXTRAS[name].prepare(setting, config)
         algorithm = self.method.build(setting, self.config)

@@ -15,7 +15,7 @@ from handspan.core.errors import HandspanError
 from handspan.core.federation import RunState, run, start
 from handspan.core.records import map_tensors
 from handspan.evaluation.metrics import Metric
-from handspan.evaluation.newcomers import serve
+from handspan.evaluation.newcomers import curve
 from handspan.evaluation.protocol import Evaluation, evaluate
 from handspan.preparing import Problem
 from handspan.result import Result
@@ -84,6 +84,7 @@ def _choice(problem: Problem, stored: dict[str, Any] | None) -> EngineChoice:
         block_size=options.block_size,
         threads=options.threads,
         cohort=options.cohort,
+        rounds=options.rounds,
         seed=options.seed,
         name=f"{problem.spec.text} {options.model} {options.dtype}",
     )
@@ -230,7 +231,9 @@ class _Session:
     ) -> dict[str, Any]:
         """Return all of ``summary.json`` but the seconds."""
         problem = self.problem
-        costs = state.costs + self.simulation.personal_costs(torch.arange(problem.data.num_clients))
+        everyone = torch.arange(problem.data.num_clients)
+        served = self.simulation.personal_costs(state.server, everyone, state.round)
+        costs = state.costs + served
         summary: dict[str, Any] = {
             "method": problem.spec.text,
             "rounds": state.round,
@@ -243,6 +246,7 @@ class _Session:
             "engine": str(self.choice),
             "num_clients": problem.data.num_clients,
             "fingerprint": config["fingerprint"],
+            "partition_hash": problem.data.info.get("partition_hash"),
         }
         if problem.held_out is not None and problem.metrics:
             summary.update(self.serve_held_out(state))
@@ -263,22 +267,22 @@ class _Session:
             columns["group"] = data.groups
         return columns
 
-    def serve_held_out(self, state: RunState) -> dict[str, float | None]:
-        """Score clients that took no part: they fit their private part, if there is one."""
+    def serve_held_out(self, state: RunState) -> dict[str, Any]:
+        """Score clients that took no part, against the rows they give; all of them come last."""
         problem = self.problem
         assert problem.held_out is not None
-        scores, _ = serve(
+        newcomers = curve(
             problem.algorithm,
             state.server,
             state.round,
             problem.held_out,
             problem.task,
-            problem.metrics,
+            problem.metrics[0],
             seed=problem.options.seed,
             choice=self.choice,
         )
         name = problem.metrics[0].name
-        return {f"heldout_{name}_mean": scores.summary[f"personal_{name}_mean"]}
+        return {f"heldout_{name}_mean": newcomers[-1]["mean"], "newcomers": newcomers}
 
 
 def empty_scores(metrics: list[Metric]) -> dict[str, None]:

@@ -7,7 +7,7 @@ from handspan.numerics.optim import Sgd
 from handspan.testing.oracles import models
 from handspan.testing.oracles.finetune import finetune
 from handspan.testing.playing import step_rows
-from handspan.testing.references import Reference, arrays, close
+from handspan.testing.references import Reference, arrays, close, oracle_clients
 
 HEAD = ("head.weight", "head.bias")
 
@@ -28,12 +28,13 @@ def test_fine_tuning_starts_at_the_served_model_and_moves_the_chosen_names(text,
     index, ids = run.state.round, torch.arange(11)
     phase = run.algorithm.personal[-1]
     sgd = run.setting.work.sgd
+    given = oracle_clients(run.data, "all")  # nothing more is chosen: validation rows train
     (_, broadcast, served), *_ = base.simulation.serve(base.server, ids, index)
     (_, _, tuned), *_ = run.simulation.serve(run.server, ids, index)
     for i in range(11):
         start = arrays(base.algorithm.model(broadcast, take(served, i)).params)
         rows, _ = step_rows(run.data, phase, 0, i, round=index, seed=run.seed)
-        x, y = run.rows[0][i]
+        x, y = given[i]
         wanted = finetune(
             x,
             y,

@@ -156,7 +156,7 @@ def _rows(simulation: Simulation, problem: Problem, budget: Budget) -> Counted:
         )
 
     first = make_round(0, everyone, simulation.population)
-    served = simulation.personal_costs(everyone)
+    served = simulation.personal_costs(server, everyone, problem.options.rounds)
     fixed = played(algorithm.setup, first) + budget.of(served)
     return fixed, lambda round: played(algorithm.rounds, round)
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from handspan.core.algorithm import Algorithm
+from handspan.core.data import Rows
 from handspan.core.errors import HandspanError
 from handspan.core.task import Task
 
@@ -52,6 +53,8 @@ class Setting:
         Shape of one row.
     dtype, device
         Where and in which precision to compute.
+    keeps_validation
+        Whether validation rows are kept from training to the end, for what chooses by them.
     """
 
     task: Task | None
@@ -63,6 +66,12 @@ class Setting:
     row_shape: tuple[int, ...] = ()
     dtype: torch.dtype = torch.float32
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    keeps_validation: bool = False
+
+    @property
+    def final_rows(self) -> Rows:
+        """Rows to train on once nothing more is chosen by validation rows."""
+        return "train" if self.keeps_validation else "all"
 
     @property
     def scalar(self) -> torch.Tensor:

@@ -23,35 +23,14 @@ from handspan.core import keys
 from handspan.core.algorithm import Algorithm
 from handspan.core.data import FederatedData
 from handspan.core.errors import HandspanError
-from handspan.core.federation import Costs
 from handspan.evaluation.metrics import Metric
-from handspan.evaluation.protocol import Evaluation, evaluate
+from handspan.evaluation.protocol import evaluate
 from handspan.simulation.engine import EngineChoice, num_threads
 from handspan.simulation.federation import Simulation
 
 Count = int | None
 COUNTS: tuple[Count, ...] = (0, 1, 2, 5, 10, 20, None)
 """Rows given to a new client; None stands for all it has."""
-
-
-def read_counts(text: str) -> tuple[Count, ...]:
-    """Read ``0,1,2,5,10,all``.
-
-    Examples
-    --------
-    >>> read_counts("0,5,all")
-    (0, 5, None)
-    """
-    found: list[Count] = []
-    for word in (part.strip() for part in text.split(",")):
-        if word != "all" and not word.isdecimal():
-            raise HandspanError(
-                f"numbers of rows are written as 0,1,2,5,10,all; {word!r} is none of them"
-            )
-        found.append(None if word == "all" else int(word))
-    if len(set(found)) < len(found):
-        raise HandspanError(f"{text} names a number of rows twice")
-    return tuple(sorted(found, key=lambda count: float("inf") if count is None else count))
 
 
 def first_rows(data: FederatedData, count: Count) -> FederatedData:
@@ -83,18 +62,19 @@ def first_rows(data: FederatedData, count: Count) -> FederatedData:
     )
 
 
-def serve(
+def curve(
     algorithm: Algorithm,
     server: Any,
     index: int,
     guests: FederatedData,
     task: Any,
-    metrics: list[Metric],
+    metric: Metric,
     *,
     seed: int,
     choice: EngineChoice,
-) -> tuple[Evaluation, Costs]:
-    """Let clients that took no part fit their private part, and score what they are served.
+    counts: Sequence[Count] = COUNTS,
+) -> list[dict[str, Any]]:
+    """Let new clients fit their private part on so many rows each, and score what they are served.
 
     Parameters
     ----------
@@ -102,21 +82,40 @@ def serve(
         A method, the record that its server has learned, and after how many rounds.
     guests
         The new clients.
-    task, metrics
+    task, metric
         How they are scored.
     seed, choice
         Those of the run.
+    counts
+        As in ``newcomer_curve``, and so is what is returned.
     """
-    simulation = Simulation(
-        algorithm,
-        guests,
-        seed=keys.seed_of(keys.key(seed, "held out")),
-        engine=choice.engine,
-        block_size=choice.block_size,
-    )
     everyone = torch.arange(guests.num_clients)
-    costs = simulation.adapt(server, everyone, index) + simulation.personal_costs(everyone)
-    return evaluate(simulation, server, index, task, metrics), costs
+    table: list[dict[str, Any]] = []
+    for count in counts:
+        given = first_rows(guests, count)
+        simulation = Simulation(
+            algorithm,
+            given,
+            seed=keys.seed_of(keys.key(seed, "held out")),
+            engine=choice.engine,
+            block_size=choice.block_size,
+        )
+        costs = simulation.adapt(server, everyone, index)
+        costs += simulation.personal_costs(server, everyone, index)
+        scores = evaluate(simulation, server, index, task, [metric]).summary
+        table.append(
+            {
+                "given": "all" if count is None else count,
+                "given_mean": float((given.num_train + given.num_validation).double().mean()),
+                "metric": metric.name,
+                "mean": scores[f"personal_{metric.name}_mean"],
+                "pooled": scores[f"personal_{metric.name}_pooled"],
+                "worst_decile": scores["worst_decile"],
+                "rows": costs.rows,
+                "forward_rows": costs.forward_rows,
+            }
+        )
+    return table
 
 
 def newcomer_curve(
@@ -127,6 +126,8 @@ def newcomer_curve(
     steps: int | None = None,
 ) -> list[dict[str, Any]]:
     """Score new clients against the number of their rows.
+
+    Runs with held-out clients have this in their summary, as ``newcomers``.
 
     Parameters
     ----------
@@ -143,8 +144,8 @@ def newcomer_curve(
     -------
     list
         One entry for each count: ``given`` (a number, or ``all``), ``given_mean`` (clients with
-        fewer rows give what they have), the leading score (``mean`` over clients, ``pooled`` over
-        rows, ``worst_decile``), and the ``rows`` and ``forward_rows`` that all new clients
+        fewer rows give what they have), the leading ``metric`` (``mean`` over clients, ``pooled``
+        over rows, ``worst_decile``), and the ``rows`` and ``forward_rows`` that all new clients
         together passed through the model to be served.
 
     Examples
@@ -157,41 +158,23 @@ def newcomer_curve(
     >>> [entry["given"] for entry in newcomer_curve(result, counts=(0, 5, None))]
     [0, 5, 'all']
     """
-    problem, name = result.problem, result.problem.spec.text
+    problem = result.problem
     if problem.task is None:
-        raise HandspanError(f"{name} factorises the rows it has: it serves no new clients")
-    guests = _guests(problem, held_out)
-    algorithm, metric = result.algorithm(steps), problem.metrics[0]
-    table: list[dict[str, Any]] = []
-    for count in counts:
-        given = first_rows(guests, count)
-        with num_threads(result.choice.threads):
-            scores, costs = serve(
-                algorithm,
-                result.state.server,
-                result.state.round,
-                given,
-                problem.task,
-                problem.metrics[:1],
-                seed=problem.options.seed,
-                choice=result.choice,
-            )
-        table.append(
-            {
-                "method": name,
-                "seed": problem.options.seed,
-                "clients": given.num_clients,
-                "given": "all" if count is None else count,
-                "given_mean": float((given.num_train + given.num_validation).double().mean()),
-                "metric": metric.name,
-                "mean": scores.summary[f"personal_{metric.name}_mean"],
-                "pooled": scores.summary[f"personal_{metric.name}_pooled"],
-                "worst_decile": scores.summary["worst_decile"],
-                "rows": costs.rows,
-                "forward_rows": costs.forward_rows,
-            }
+        raise HandspanError(
+            f"{problem.spec.text} factorises the rows it has: it serves no new clients"
         )
-    return table
+    with num_threads(result.choice.threads):
+        return curve(
+            result.algorithm(steps),
+            result.state.server,
+            result.state.round,
+            _guests(problem, held_out),
+            problem.task,
+            problem.metrics[0],
+            seed=problem.options.seed,
+            choice=result.choice,
+            counts=counts,
+        )
 
 
 def _guests(problem: Any, held_out: FederatedData | None) -> FederatedData:

@@ -95,18 +95,21 @@ def _mean(values: Tensor) -> float | None:
     return mean if abs(mean) < float("inf") else None
 
 
+def found_groups(simulation: Simulation, server: Any, index: int) -> Tensor | None:
+    """Group of each client, for methods that find groups."""
+    cluster = simulation.algorithm.cluster
+    if cluster is None:
+        return None
+    ids = torch.arange(simulation.data.num_clients)
+    blocks = simulation.serve(server, ids, index)
+    return torch.cat([torch.vmap(cluster)(clients) for _, _, clients in blocks]).cpu()
+
+
 def _clusters(simulation: Simulation, server: Any, index: int) -> dict[str, float]:
     """How many groups a clustering method uses, and how well they are the planted ones."""
-    algorithm = simulation.algorithm
-    if algorithm.cluster is None:
+    found = found_groups(simulation, server, index)
+    if found is None:
         return {}
-    ids = torch.arange(simulation.data.num_clients)
-    found = torch.cat(
-        [
-            torch.vmap(algorithm.cluster)(clients)
-            for _, _, clients in simulation.serve(server, ids, index)
-        ]
-    ).cpu()
     result = {"num_groups": float(len(found.unique()))}
     if simulation.data.groups is not None:
         from sklearn.metrics import adjusted_rand_score

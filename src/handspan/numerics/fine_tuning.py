@@ -106,7 +106,7 @@ def with_fine_tuning(
     def end(b: TuningBroadcast, k: Tuning, data: ClientData) -> tuple[Model, None]:
         return Model(params={**k.moving, **k.fixed}, buffers=k.buffers), None
 
-    stage = Stage(step=step, steps=steps, batch_size=work.batch_size)
+    stage = Stage(step=step, steps=steps, batch_size=work.batch_size, rows=setting.final_rows)
     tuning = Phase(
         name="fine_tune",
         broadcast=broadcast,

@@ -20,7 +20,7 @@ from handspan.core.data import Batch, ClientData, Csr, FederatedData, Round
 from handspan.core.records import Empty, field_names, take, to_named
 from handspan.simulation.federation import Executor, Simulation
 from handspan.simulation.loop import select_fields
-from handspan.simulation.plans import Block, batch_rows, blocks, plan_stage
+from handspan.simulation.plans import Block, Blocks, batch_rows, plan_stage
 from handspan.simulation.stacked import select_axis
 from handspan.simulation.tracing import Unrecorded
 
@@ -200,7 +200,7 @@ def in_blocks(
     """
     phase, found = exchange.phase, dict[int, dict[str, Tensor]]()
     k = keys.key(seed, "plan", int(exchange.round.index))
-    for block in blocks(phase, exchange.ids, data, k, len(exchange.ids)):
+    for block in Blocks(phase, exchange.ids, data, k, len(exchange.ids)):
         if is_turned:
             block = _turned(block)
         place = torch.searchsorted(exchange.ids, block.ids)

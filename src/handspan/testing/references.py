@@ -13,7 +13,7 @@ from torch import Tensor
 
 from handspan.core import keys
 from handspan.core.algorithm import Algorithm
-from handspan.core.data import FederatedData
+from handspan.core.data import FederatedData, Rows
 from handspan.core.federation import RunState, draw_round, run
 from handspan.core.records import Params
 from handspan.numerics.local_work import LocalWork
@@ -134,10 +134,13 @@ def oracle_batches(algorithm: Algorithm, data: FederatedData, seed: int) -> Orac
     return batches
 
 
-def oracle_clients(data: FederatedData) -> list[tuple[NDArray[Any], NDArray[Any]]]:
-    """Training rows (x, y) of each client as arrays."""
+def oracle_clients(
+    data: FederatedData, rows: Rows = "train"
+) -> list[tuple[NDArray[Any], NDArray[Any]]]:
+    """Rows (x, y) of each client as arrays, by default those for training."""
     assert isinstance(data.x, Tensor)
-    spans = zip(data.offsets.tolist(), data.num_train.tolist(), strict=False)
+    first, count = data.span(rows)
+    spans = zip((data.offsets[:-1] + first).tolist(), count.tolist(), strict=True)
     y = data.x if data.y is None else data.y
     return [(data.x[a : a + n].numpy(), y[a : a + n].numpy()) for a, n in spans]
 
