@@ -2,12 +2,13 @@
 
 Personalised federated learning: many clients keep their rows at home and still each get a model
 that fits them. ``handspan.fit("fedrep", data, model=net)`` trains one method,
-``handspan.compare`` sets several side by side, ``handspan.load`` opens a finished run.
+``handspan.compare`` sets several side by side, ``handspan.load`` opens a finished run and
+``handspan.plot`` draws it.
 """
 
 __version__ = "0.1.0"
 
-__all__ = ["FederatedData", "Result", "__version__", "compare", "fit", "load", "methods"]
+__all__ = ["FederatedData", "Result", "__version__", "compare", "fit", "load", "methods", "plot"]
 
 
 def __getattr__(name: str) -> object:
@@ -24,6 +25,10 @@ def __getattr__(name: str) -> object:
         from handspan.comparison import compare
 
         return compare
+    if name == "plot":
+        from handspan.plotting import plot
+
+        return plot
     if name == "methods":
         from handspan.registry import methods
 

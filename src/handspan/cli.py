@@ -64,9 +64,16 @@ Decay = Annotated[str | None, _option("factor a round of the exponential schedul
 Metrics = Annotated[str | None, _option("metrics, by commas; the first one leads")]
 Task = Annotated[str | None, _option("auto, classification, regression or matrix (no labels)")]
 KeepTest = Annotated[bool | None, _option("keep the source's own test rows", "--keep-test")]
+Validate = Annotated[
+    bool | None, _option("leave test rows out, score validation rows", "--validate")
+]
+AdaptSteps = Annotated[str | None, _option("steps with which a new client fits (default 50)")]
 Holdout = Annotated[str | None, _option("clients served as new ones at the end")]
 EvalEvery = Annotated[str | None, _option("rounds between evaluations (default 10)")]
-Engine = Annotated[str | None, _option("auto, loop or stacked (default auto)")]
+Engine = Annotated[
+    str | None,
+    _option("auto (timed), steady (not timed: numbers come again), loop or stacked (default auto)"),
+]
 BlockSize = Annotated[str | None, _option("clients per block of the stacked engine")]
 Device = Annotated[str | None, _option("auto, cpu or cuda (default auto)")]
 Dtype = Annotated[str | None, _option("float32 or float64")]
@@ -147,6 +154,8 @@ def run(
     threads: Threads = None,
     store: Store = None,
     checkpoint_seconds: Checkpoint = None,
+    validate: Validate = None,
+    adapt_steps: AdaptSteps = None,
     verbose: Verbose = False,
 ) -> None:
     """Train one method and evaluate it."""
@@ -207,6 +216,7 @@ def compare(
     device: Device = None,
     dtype: Dtype = None,
     threads: Threads = None,
+    adapt_steps: AdaptSteps = None,
 ) -> None:
     """Run several methods with several seeds on the same terms; prints one table."""
     own = ("methods", "seeds", "tune", "grid", "equal", "shard", "stage", "out")
@@ -254,6 +264,22 @@ def partition(
     from handspan.commands import make_partition
 
     make_partition(values, out=out)
+
+
+@app.command("plot")
+def plot(
+    folder: Annotated[
+        str, typer.Argument(metavar="RUN|COMPARISON", help="folder of a finished run or comparison")
+    ],
+    out: Annotated[
+        str | None, _option("folder for the pictures (default: pictures, inside the other)")
+    ] = None,
+    format: Annotated[str, _option("png, svg, pdf, by commas (default png,svg)")] = "png,svg",
+) -> None:
+    """Draw scores against costs, their spread, gains, the partition, coordinates and spectrum."""
+    from handspan.commands import draw_pictures
+
+    draw_pictures(folder, out=out, formats=format)
 
 
 @app.command("list")

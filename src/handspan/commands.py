@@ -10,13 +10,15 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, Task, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
 from handspan import fitting
 from handspan.core.errors import HandspanError, nearest
 from handspan.disk import write
 from handspan.options import DataOptions, TrainingOptions, from_values
 from handspan.registry import parse
+from handspan.report.newcomers import newcomer_tables
 from handspan.report.tables import comparison_table, lead, method_table
 from handspan.result import Result
 from handspan.runs import RunFolder
@@ -30,13 +32,25 @@ def training_values(training: TrainingOptions) -> dict[str, Any]:
     return {name: getattr(training, name) for name in training.__dataclass_fields__}
 
 
+class _TimeLeft(TimeRemainingColumn):
+    """Estimated time, or what a task says of itself (``seconds_left``)."""
+
+    def render(self, task: Task) -> Text:
+        """Hours, minutes and seconds."""
+        left = task.fields.get("seconds_left")
+        if left is None:
+            return super().render(task)
+        minutes, seconds = divmod(round(left), 60)
+        return Text(f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}", "progress.remaining")
+
+
 def bars() -> Progress:
     """Progress on a terminal; silence elsewhere."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         TextColumn("{task.fields[status]}"),
-        TimeRemainingColumn(),
+        _TimeLeft(),
         console=console,
         transient=True,
         disable=not sys.stderr.isatty() or not sys.stdout.isatty(),
@@ -97,6 +111,8 @@ def run_method(
     if verbose:
         _tell_choice(result)
     console.print(comparison_table([result.summary], _title(data_options, result.summary)))
+    for table in newcomer_tables([result.summary]):
+        console.print(table)
     warn_divergence([result.summary])
     if out is not None:
         console.print(f"results in {out}")
@@ -126,9 +142,11 @@ def _tell_choice(result: Result) -> None:
 
 
 def _title(options: DataOptions, summary: dict[str, Any]) -> str:
+    scored = ", scored on validation rows" if options.validate else ""
     return (
         f"{options.data}, {options.partition}, {summary['num_clients']} clients, "
-        f"{summary['rounds']} rounds, data {summary['fingerprint']}"
+        f"{summary['rounds']} rounds{scored} (partition {summary['partition_hash']}, "
+        f"data {summary['fingerprint']})"
     )
 
 
@@ -143,6 +161,18 @@ def make_partition(options: dict[str, Any], *, out: str | None) -> None:
     if out is not None and content is not None:
         write(Path(out), content)
         console.print(f"partition in {out}: use it as --partition file:{out}", soft_wrap=True)
+
+
+def draw_pictures(folder: str, *, out: str | None, formats: str) -> None:
+    """``handspan plot``."""
+    from handspan.plotting import plot
+
+    drawn = plot(folder, out, formats=[form.strip() for form in formats.split(",")])
+    for path in drawn.files:
+        console.print(str(path), highlight=False, markup=False, soft_wrap=True)
+    for name, reason in drawn.skipped.items():
+        line = f"skipped {name}: {reason}"
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def list_all() -> None:
@@ -162,9 +192,7 @@ def _arrays(path: str, *names: str) -> dict[str, np.ndarray]:
 
 
 def _open(folder: str) -> Result:
-    if not RunFolder(folder).summary_path.exists():
-        RunFolder(folder).config()  # tells what is wrong with the folder, if anything
-        raise HandspanError(f"{folder} has not finished: go on with handspan run --resume")
+    RunFolder(folder).refuse_unfinished()
     return fitting.load(folder)
 
 

@@ -119,6 +119,12 @@ class RunFolder:
         """Whether there is a checkpoint, or the journal of one."""
         return self.checkpoint_path.exists() or self.journal_path.exists()
 
+    def refuse_unfinished(self) -> None:
+        """Refuse what is no run, or one that has not come to its end."""
+        if not self.summary_path.exists():
+            self.config()  # tells what is wrong with the folder, if anything
+            raise HandspanError(f"{self.path} has not finished: go on with handspan run --resume")
+
     def check(self, config: dict[str, Any]) -> dict[str, Any]:
         """Refuse to go on with another configuration; returns the stored one."""
         stored = self.config()
@@ -191,6 +197,16 @@ class RunFolder:
             empty_rounds=progress["empty_rounds"],
             abandoned_rounds=progress["abandoned_rounds"],
         )
+
+    def private_names(self) -> list[str]:
+        """Names of the fields of the private records, in the wire form."""
+        from urllib.parse import unquote
+
+        found = [unquote(path.stem) for path in (self.path / "clients").glob("*.bin")]
+        if self.checkpoint_path.exists():
+            named, _ = unpack(self.checkpoint_path)
+            found += _part(named, "client/")
+        return sorted(found)
 
     def append_timing(self, row: dict[str, Any]) -> None:
         """Note how long something took."""
@@ -272,6 +288,16 @@ class RunFolder:
         if not isinstance(summary, dict) or not {"method", "rounds", "seed"} <= {*summary}:
             raise damaged(self.summary_path)
         return summary
+
+    def history(self) -> list[dict[str, Any]]:
+        """Read the evaluations; none before the first checkpoint."""
+        path = self.path / "history.jsonl"
+        try:
+            return [json.loads(line) for line in path.read_text().splitlines()]
+        except FileNotFoundError:
+            return []
+        except (OSError, ValueError):
+            raise HandspanError(f"{path} is damaged: restore it or remove the run folder") from None
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Write the results."""

@@ -207,8 +207,9 @@ class Algorithm:
     sampling, participation
         How cohorts are drawn: ``fixed`` size, ``bernoulli``, ``weighted`` with replacement.
     describe
-        S -> numbers for the summary (rank, objective, ...). The singular values of a spectrum are
-        ``spectrum_1``, ``spectrum_2``, ..., and ``rank`` is where it is cut.
+        S -> numbers for the summary (rank, objective, ...). A spectrum is ``spectrum_1``,
+        ``spectrum_2``, ..., the largest first; ``rank`` says where it is cut, and ``spectrum_cut``
+        at which level, if there is one.
     """
 
     name: str

@@ -212,7 +212,7 @@ def build(setting: Setting, config: PflmfConfig) -> Algorithm:
         ),
         model=method.model,
         sampling="bernoulli" if config.participation == "bernoulli" else "fixed",
-        describe=lambda s: {"rank": float(config.rank), **spectrum(s.basis, s.moments)},
+        describe=lambda s: {"rank": float(method.num_rows), **spectrum(s.basis, s.moments)},
     )
 
 

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from handspan.report import tables
+from handspan.report.newcomers import newcomer_lines, newcomer_tables
 from handspan.report.settings import tell
+from handspan.report.tuning import about_tuning, trial_lines, trials_table, trials_title
 
 BEST, TIE = "best", "tie"
 _MARKS = {BEST: "*", TIE: "≈", "": ""}
@@ -93,13 +95,11 @@ def caption(comparison: Any) -> str:
     """Which data, how much of it, what is equal."""
     about, first = comparison.about, comparison[0]
     seeds = len({row["seed"] for row in comparison})
-    hashes = list(dict.fromkeys(row["fingerprint"] for row in comparison))
     data = about["data"]
     source = "given data" if data is None else f"{data['data']}, {data['partition']}"
-    told = " ".join(hashes[:3]) + (f" ... {hashes[-1]} ({len(hashes)})" if len(hashes) > 3 else "")
     return (
         f"{source}, {first['num_clients']} clients, {equal(comparison)}, "
-        f"{seeds} seed{'s' if seeds > 1 else ''}, data {told}"
+        f"{seeds} seed{'s' if seeds > 1 else ''}"
     )
 
 
@@ -132,59 +132,42 @@ def notes(comparison: Any) -> list[str]:
     missed = _missed(comparison)
     if missed:
         found.append(f"Not within a round of the budget: {', '.join(missed)}.")
-    return found + _about_tuning(comparison)
+    return [*found, *about_tuning(comparison.tuning), _terms(comparison), _hashes(comparison)]
+
+
+def _terms(comparison: Any) -> str:
+    """What was given to all methods alike."""
+    given = comparison.about["options"]
+    work = "epochs" if given["epochs"] is not None else "steps"
+    shown = {
+        "model": given["model"] or "mlp",
+        "cohort": given["cohort"],
+        work: "each method's own" if given[work] is None else given[work],
+        **{name: given[name] for name in ("batch_size", "learning_rate")},
+    }
+    chosen = {name for row in comparison for name in row["chosen"]}
+    return f"For all: {tell({k: v for k, v in shown.items() if k not in chosen})}."
+
+
+def _hashes(comparison: Any) -> str:
+    """Which partition and which rows each seed has."""
+    hashes = {row["seed"]: row for row in comparison}
+    told = [
+        f"{seed}: {row['partition_hash'] or '-'} {row['fingerprint']}"
+        for seed, row in sorted(hashes.items())
+    ]
+    return f"Hashes of partition and data by seed: {', '.join(told)}."
 
 
 def _missed(comparison: Any) -> list[str]:
     """Runs that --rounds or the method itself ended earlier, or that overshot."""
-    unit, _, amount = comparison.about["equal"].partition(":")
-    if not amount:
-        return []
+    unit = comparison.about["equal"].partition(":")[0]
     names = ("rows",) if unit == "rows" else ("bytes_up", "bytes_down")
-    found: dict[str, None] = {}
-    for row in comparison:
-        spent = sum(row[name] for name in names)
-        if abs(spent - int(amount)) > 2 * spent / max(1, row["rounds"]):
-            found[f"{row['method']} ({spent:,.0f} {unit})"] = None
-    return list(found)
-
-
-def _about_tuning(comparison: Any) -> list[str]:
-    tuning = comparison.tuning
-    if not tuning:
-        return ["No setting was tuned (--tune 4 chooses step sizes on validation rows)."]
-    numbers = {len(entry["trials"]) for entry in tuning["methods"].values()}
-    told = [
-        f"{text}: {tell(entry['chosen'])}"
-        for text, entry in tuning["methods"].items()
-        if entry["chosen"] is not None
+    return [
+        f"{row['method']}, seed {row['seed']} ({sum(row[name] for name in names):,.0f} {unit})"
+        for row in comparison
+        if row["budget_met"] is False
     ]
-    found = [
-        f"Chosen by {tuning['metric']} on validation rows with seed {tuning['seed']}, "
-        f"{'/'.join(map(str, sorted(numbers)))} trials each: {'; '.join(told)}."
-    ]
-    edges = [text for text, entry in tuning["methods"].items() if entry["at_the_edge"]]
-    if edges:
-        found.append(f"Chosen at the edge of the grid: {', '.join(edges)}.")
-    lost = [
-        text
-        for text, entry in tuning["methods"].items()
-        if entry["chosen"] is not None and all(t["score"] is None for t in entry["trials"])
-    ]
-    if lost:
-        found.append(f"Every trial diverged, so the first stands: {', '.join(lost)}.")
-    return found
-
-
-def trial_lines(comparison: Any) -> list[list[str]]:
-    """Every trial: method, setting, score on validation rows, and a mark at the chosen one."""
-    tuning, found = comparison.tuning, []
-    for text, entry in tuning.get("methods", {}).items():
-        for trial in entry["trials"]:
-            score = tables.format_score(trial["score"], tuning["metric"])
-            is_chosen = trial["setting"] == entry["chosen"]
-            found.append([text, tell(trial["setting"]), score, "chosen" if is_chosen else ""])
-    return found
 
 
 def text(comparison: Any) -> str:
@@ -194,7 +177,7 @@ def text(comparison: Any) -> str:
     sink = io.StringIO()
     console = Console(file=sink, width=150)
     for part in on_screen(comparison):
-        console.print(part)
+        console.print(part, markup=False)
     return sink.getvalue()
 
 
@@ -207,13 +190,25 @@ def on_screen(comparison: Any) -> list[Any]:
         title = caption(comparison)
         found.append(
             tables.comparison_table(
-                rows, title, score=section.score, marks={k: _MARKS[v] for k, v in marks.items()}
+                rows,
+                title,
+                score=section.score,
+                marks={k: _MARKS[v] for k, v in marks.items()},
+                with_rounds=comparison.about["equal"] != "rounds",
             )
         )
         if section.tests:
-            found.append(tables.tests_table(section.tests, section.best or "", section.score))
+            found.append(
+                tables.tests_table(
+                    section.tests,
+                    section.best or "",
+                    section.score,
+                    higher_is_better=rows[0]["higher_is_better"],
+                )
+            )
+    found += newcomer_tables(comparison)
     if comparison.tuning:
-        found.append(tables.trials_table(trial_lines(comparison), comparison.tuning["metric"]))
+        found += [trials_title(comparison.tuning), trials_table(comparison.tuning)]
     return found + notes(comparison)
 
 
@@ -221,8 +216,8 @@ def _body(section: Section) -> tuple[list[str], list[list[str]]]:
     """Headings and lines, as Markdown and LaTeX have them."""
     headings = ["method", *(heading for _, heading, _ in section.columns)]
     if section.tests:
-        headings += ["difference", "p (Holm)"]
-    headings += ["rounds", "rows", "MB up", "MB down", "seconds"]
+        headings += [tables.difference_heading(section.score), "p (Holm)"]
+    headings += tables.cost_headings(with_rounds=True)
     lines: list[list[str]] = []
     for method, runs in section.runs.items():
         cells = [tables.score_of(runs, name, spread) for name, _, spread in section.columns]
@@ -234,39 +229,52 @@ def _body(section: Section) -> tuple[list[str], list[list[str]]]:
 
 def markdown(comparison: Any) -> str:
     """Write a table that a README takes."""
-    out: list[str] = [f"**{caption(comparison)}**", ""]
+    parts = [[f"**{_plain(caption(comparison))}**"]]
     for section in sections(comparison):
         headings, lines = _body(section)
-        out += [_row(headings), _row(["---"] + ["---:"] * (len(headings) - 1))]
-        for line in lines:
-            mark = section.mark(line[0])
-            name = line[0].replace("|", "\\|")
-            name = f"**{name}** \\*" if mark == BEST else f"{name} {_MARKS[mark]}".strip()
-            out.append(_row([name, *line[1:]]))
-        out.append("")
-    out += [f"\\{note}" if note.startswith("*") else note for note in _spaced(notes(comparison))]
+        parts.append(_table(headings, [(section.mark(line[0]), line) for line in lines]))
+    headings, lines = newcomer_lines(comparison)
+    if lines:
+        parts.append(_table(headings, [("", line) for line in lines]))
+    parts += [[_plain(note)] for note in notes(comparison)]
     if comparison.tuning:
-        out += ["", _row(["method", "setting", "validation", ""]), _row(["---"] * 4)]
-        out += [
-            _row([cell.replace("|", "\\|") for cell in line]) for line in trial_lines(comparison)
-        ]
-    return "\n".join(out).rstrip() + "\n"
+        headings, lines = trial_lines(comparison.tuning)
+        parts.append([_plain(trials_title(comparison.tuning))])
+        parts.append(_table(headings, [("", line) for line in lines]))
+    return "\n\n".join("\n".join(part) for part in parts) + "\n"
+
+
+def _table(headings: Sequence[str], lines: Sequence[tuple[str, Sequence[str]]]) -> list[str]:
+    """Write a table whose lines have a mark (best, tie or nothing) and cells."""
+    out = [_row(headings), _row(["---"] + ["---:"] * (len(headings) - 1))]
+    for mark, (name, *cells) in lines:
+        told = (
+            f"**{_plain(name)}** {_plain(_MARKS[mark])}"
+            if mark == BEST
+            else (f"{_plain(name)} {_MARKS[mark]}".strip())
+        )
+        out.append(_row([told, *map(_plain, cells)]))
+    return out
 
 
 def _row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _spaced(lines: Sequence[str]) -> list[str]:
-    return [part for line in lines for part in (line, "")][:-1]
+def _plain(text: str) -> str:
+    """Keep Markdown from reading signs as its own."""
+    return "".join(f"\\{sign}" if sign in "\\|*_" else sign for sign in text)
 
 
 def csv_table(comparison: Any) -> str:
     """Write one line per method with plain numbers, for other programs."""
     sink = io.StringIO()
     writer = csv.writer(sink, lineterminator="\n")
-    tested = ("difference", "low", "high", "p", "p_holm", "pairs", "zeros")
-    names = ("score", "mean", "std", "pooled", "global", "worst_decile", "new_clients", "ari")
+    tested = ("difference", "low", "high", "p", "p_holm", "rank_biserial", "pairs", "zeros")
+    names = (
+        "score", "mean", "std", "pooled", "global", "worst_decile", "new_clients", "rank",
+        "num_groups", "ari",
+    )  # fmt: skip
     writer.writerow(["method", "mark", "seeds", *names, *tested, *_COSTS, "equal", "chosen"])
     for section in sections(comparison):
         for method, runs in section.runs.items():
@@ -276,7 +284,7 @@ def csv_table(comparison: Any) -> str:
             metric = section.score.removeprefix("personal_").removesuffix("_mean")
             rest = (
                 f"personal_{metric}_pooled", f"global_{metric}_pooled", "worst_decile",
-                f"heldout_{metric}_mean", "ari",
+                f"heldout_{metric}_mean", "rank", "num_groups", "ari",
             )  # fmt: skip
             numbers = [tables.mean_of(runs, section.score), spread]
             numbers += [tables.mean_of(runs, name) for name in rest]
@@ -306,5 +314,8 @@ def latex(comparison: Any) -> str:
         headings, lines = _body(section)
         marked = [(section.mark(line[0]), line) for line in lines]
         tabulars.append(tex.tabular(headings, marked))
+    headings, lines = newcomer_lines(comparison)
+    if lines:
+        tabulars.append(tex.tabular(headings, [("", line) for line in lines]))
     told = [note.replace("* best mean", "Bold: best mean") for note in notes(comparison)]
     return tex.table(tabulars, caption(comparison), told)

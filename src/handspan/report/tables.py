@@ -7,11 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich import box
+from rich.markup import escape
 from rich.table import Table
 
 from handspan.registry import methods
 
 _LOWER_IS_BETTER = ("loss", "rmse", "mae", "objective")
+_COUNTS = ("rank", "num_groups")
 
 
 def lead(summary: dict[str, Any]) -> str:
@@ -32,6 +34,7 @@ def comparison_table(
     *,
     score: str | None = None,
     marks: Mapping[str, str] | None = None,
+    with_rounds: bool = False,
 ) -> Table:
     """One line per method: means over the seeds, the best one marked.
 
@@ -50,53 +53,63 @@ def comparison_table(
     table.add_column("method", overflow="fold")
     for _, heading, _ in shown:
         table.add_column(heading, justify="right")
-    for name in ("rows", "MB up", "MB down", "seconds"):
+    for name in cost_headings(with_rounds=with_rounds):
         table.add_column(name, justify="right", no_wrap=True)
     for name, runs in by_method.items():
         cells = [score_of(runs, column, with_spread) for column, _, with_spread in shown]
         mark = marks.get(name, "")
         style = "bold" if mark == "*" else None
-        table.add_row(f"{name} {mark}".strip(), *cells, *cost_cells(runs), style=style)
+        costs = cost_cells(runs, with_rounds=with_rounds)
+        table.add_row(f"{escape(name)} {mark}".strip(), *cells, *costs, style=style)
     return table
 
 
-def tests_table(tests: Mapping[str, dict[str, Any]], against: str, score: str) -> Table:
+def tests_table(
+    tests: Mapping[str, dict[str, Any]], against: str, score: str, *, higher_is_better: bool
+) -> Table:
     """One line per method: how far from the best, and whether that can be told from chance."""
     table = Table(
         title=f"against {against}", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False
     )
     table.add_column("method", overflow="fold")
-    for name in (f"difference{_unit(score)} [95 % interval]", "p", "p (Holm)", "", "pairs"):
+    for name in (difference_heading(score), "p", "p (Holm)", "verdict", "effect", "pairs"):
         table.add_column(name, justify="right")
     for name, test in tests.items():
         difference, p_holm = test_cells(test, score)
-        verdict = "tie" if test["is_tie"] else ("worse" if test["p"] is not None else "-")
-        table.add_row(name, difference, _p(test["p"]), p_holm, verdict, str(test["pairs"]))
+        effect = "-" if test["rank_biserial"] is None else f"{test['rank_biserial']:+.2f}"
+        told = verdict(test, higher_is_better)
+        table.add_row(
+            escape(name), difference, _p(test["p"]), p_holm, told, effect, str(test["pairs"])
+        )
     return table
 
 
-def trials_table(lines: Sequence[Sequence[str]], metric: str) -> Table:
-    """One line per trial: what was tried, and its score on validation rows."""
-    table = Table(
-        title="trials on validation rows", title_justify="left", box=box.SIMPLE_HEAD,
-        pad_edge=False,
-    )  # fmt: skip
-    for name in ("method", "setting"):
-        table.add_column(name, overflow="fold")
-    table.add_column(f"validation {metric.replace('_', ' ')}{_unit(metric)}", justify="right")
-    table.add_column("")
-    for line in lines:
-        table.add_row(*line)
-    return table
+def difference_heading(score: str) -> str:
+    """Heading of the differences from the best."""
+    return f"difference{_unit(score)} [95 % interval]"
+
+
+def verdict(test: Mapping[str, Any], higher_is_better: bool) -> str:
+    """What a test says: tie, worse, or mixed (a worse mean, though better on most clients)."""
+    if test["p"] is None:
+        return "-"
+    if test["is_tie"]:
+        return "tie"
+    return "mixed" if (test["rank_biserial"] > 0) == higher_is_better else "worse"
 
 
 def test_cells(test: Mapping[str, Any] | None, score: str) -> list[str]:
     """Difference with its interval, and the corrected p-value."""
     if test is None or test["difference"] is None:
         return ["-", "-"]
-    scale, digits = (100, 1) if _is_share(score) else (1, 4)
+    scale, digits = (100, 1) if is_share(score) else (1, 4)
     told = [f"{scale * test[name]:+.{digits}f}" for name in ("difference", "low", "high")]
     return [f"{told[0]} [{told[1]}, {told[2]}]", _p(test["p_holm"])]
+
+
+def cost_headings(*, with_rounds: bool) -> list[str]:
+    """Headings of ``cost_cells``."""
+    return [*(["rounds"] if with_rounds else []), "rows", "MB up", "MB down", "seconds"]
 
 
 def cost_cells(runs: Sequence[dict[str, Any]], *, with_rounds: bool = False) -> list[str]:
@@ -128,15 +141,22 @@ def columns(score: str) -> list[tuple[str, str, bool]]:
         (f"global_{metric}_pooled", f"global{unit}", False),
         ("worst_decile", f"worst tenth{unit}", False),
         (f"heldout_{metric}_mean", f"new clients{unit}", False),
+        ("rank", "rank", False),
+        ("num_groups", "groups", False),
         ("ari", "ARI", False),
     ]
 
 
 def best(means: Mapping[str, float | None], score: str) -> str | None:
     """Name of the best mean, None where there is no number."""
-    sign = -1 if any(word in score for word in _LOWER_IS_BETTER) else 1
+    sign = 1 if higher_is_better(score) else -1
     known = {name: sign * value for name, value in means.items() if value is not None}
     return max(known, key=lambda name: known[name]) if known else None
+
+
+def higher_is_better(score: str) -> bool:
+    """Whether more of a score is better, by its name."""
+    return not any(word in score for word in _LOWER_IS_BETTER)
 
 
 def mean_of(runs: Sequence[Mapping[str, Any]], name: str) -> float | None:
@@ -150,8 +170,10 @@ def score_of(runs: Sequence[dict[str, Any]], name: str, with_spread: bool) -> st
     values = [run[name] for run in runs if run.get(name) is not None]
     if not values:
         return "-"
-    is_share = _is_share(name) or (name == "worst_decile" and _is_share(_ranking(runs[0])))
-    scale, digits = (100, 1) if is_share else (1, 4)
+    in_per_cent = is_share(name) or (name == "worst_decile" and is_share(_ranking(runs[0])))
+    if name in _COUNTS:
+        return f"{statistics.fmean(values):.3g}"
+    scale, digits = (100, 1) if in_per_cent else (1, 4)
     text = f"{scale * statistics.fmean(values):.{digits}f}"
     if with_spread and len(values) > 1:
         text += f" ± {scale * statistics.stdev(values):.{digits}f}"
@@ -162,7 +184,7 @@ def format_score(value: float | None, name: str) -> str:
     """Write one score as tables do."""
     if value is None:
         return "-"
-    return f"{100 * value:.1f}" if _is_share(name) else f"{value:.4f}"
+    return f"{100 * value:.1f}" if is_share(name) else f"{value:.4f}"
 
 
 def _ranking(run: Mapping[str, Any]) -> str:
@@ -170,12 +192,13 @@ def _ranking(run: Mapping[str, Any]) -> str:
     return f"personal_{run['metric']}_mean" if run.get("metric") else lead(dict(run))
 
 
-def _is_share(name: str) -> bool:
+def is_share(name: str) -> bool:
+    """Whether a score is shown in per cent."""
     return any(word in name for word in ("accuracy", "f1", "auroc"))
 
 
 def _unit(name: str) -> str:
-    return " %" if _is_share(name) else ""
+    return " %" if is_share(name) else ""
 
 
 def _p(value: float | None) -> str:

@@ -1,0 +1,1 @@
+"""Pictures of runs and comparisons: one module for each kind, from what ``material`` holds."""
