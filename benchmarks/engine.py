@@ -25,7 +25,7 @@ from handspan.models.zoo import make_model
 from handspan.numerics.local_work import LocalWork
 from handspan.simulation.engine import EngineChoice, choose_engine, num_threads
 from handspan.simulation.federation import Simulation
-from handspan.simulation.plans import blocks
+from handspan.simulation.plans import Blocks
 
 CLIENTS, ROWS, SHAPE, CLASSES = 100, 525, (28, 28), 10
 RATE = 0.05
@@ -117,7 +117,7 @@ def planned(problem: Problem, cell: Cell, index: int) -> Iterator[Iterator[Tenso
     ids = draw_round(index, simulation.population, cell.cohort, "fixed", 0).ids
     k = keys.key(0, "plan", index)
     found: dict[int, Iterator[Tensor]] = {}
-    for block in blocks(problem.algorithm.rounds[0], ids, problem.data, k, len(ids)):
+    for block in Blocks(problem.algorithm.rounds[0], ids, problem.data, k, len(ids)):
         plan = block.plans[0]
         for j, client in enumerate(block.ids.tolist()):
             steps = zip(plan.rows[j], plan.weight[j], strict=True)

@@ -9,7 +9,7 @@ from handspan.core.algorithm import Phase, Stage
 from handspan.core.federation import draw_round, make_round, run
 from handspan.registry import methods, parse
 from handspan.simulation.federation import Simulation
-from handspan.simulation.plans import batch_rows, blocks, count_rows, groups, plan_stage
+from handspan.simulation.plans import Blocks, batch_rows, count_rows, groups, plan_stage
 from handspan.testing.case import compare, numbers
 from handspan.testing.toys import labelled, problem
 
@@ -120,7 +120,7 @@ def test_blocks_of_any_size_hold_the_same_plans():
     found = []
     for size in (1, 2, 100):
         plans = {}
-        for block in blocks(phase, torch.arange(11), data, keys.key(0), size):
+        for block in Blocks(phase, torch.arange(11), data, keys.key(0), size):
             for j, i in enumerate(block.ids.tolist()):
                 plans[i] = steps_of(block.plans[0], j)
         found.append(plans)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -14,12 +14,14 @@ from handspan.core.algorithm import Algorithm, Cohort, Phase, Reduced
 from handspan.core.data import Batch, ClientData, FederatedData, Population, Round
 from handspan.core.federation import Costs, Exchanged, make_round
 from handspan.core.records import Empty, concatenate, map_tensors, num_bytes, take
+from handspan.simulation.about import client_data
 from handspan.simulation.loop import LoopExecutor, WireExecutor
-from handspan.simulation.plans import Block, blocks, count_rows
-from handspan.simulation.reduction import Reduction
+from handspan.simulation.plans import Block, Blocks, count_rows
+from handspan.simulation.reduction import PartialSum, Postprocessor, Reduction
 from handspan.simulation.stacked import StackedExecutor, select_axis
 from handspan.simulation.store import ClientStore
 from handspan.simulation.tracing import Recorder
+from handspan.simulation.workers import WorkersExecutor, upload_bytes
 
 EXECUTORS: dict[str, Callable[..., Executor]] = {
     "loop": LoopExecutor,
@@ -58,22 +60,6 @@ class Executor(Protocol):
         ...
 
 
-@dataclass(frozen=True, kw_only=True)
-class Postprocessor:
-    """A change of what is sent or received that methods know nothing of (clip, noise, compress).
-
-    Attributes
-    ----------
-    upload
-        (U block, ids, Round) -> U block, before the reduction.
-    reduction
-        (R, Round) -> R, after it.
-    """
-
-    upload: Callable[[Any, Tensor, Round], Any] = lambda upload, ids, round: upload
-    reduction: Callable[[Any, Round], Any] = lambda reduction, round: reduction
-
-
 class Simulation:
     """All clients of a data set in this process; implements ``Federation``.
 
@@ -82,7 +68,10 @@ class Simulation:
     algorithm, data, seed
         What to run, on whom, with which randomness.
     engine, block_size
-        How: ``loop``, ``stacked`` or ``wire``, and the clients per block.
+        How: ``loop``, ``stacked``, ``workers`` or ``wire``, and the clients per block. A block
+        size of 1 lets workers run the loop inside.
+    workers
+        Processes of the engine of that name.
     store
         Where private records live; in memory by default.
     postprocessors
@@ -101,6 +90,7 @@ class Simulation:
         seed: int = 0,
         engine: str = "loop",
         block_size: int = 32,
+        workers: int = 2,
         store: ClientStore | None = None,
         postprocessors: Sequence[Postprocessor] = (),
         lost: Callable[[Round, Tensor], Tensor] | None = None,
@@ -114,7 +104,11 @@ class Simulation:
             num_examples=data.num_train,
             groups=data.groups,
         )
-        self.executor = EXECUTORS[engine](data, algorithm.per_row, block_size)
+        self.executor: Executor
+        if engine == "workers":
+            self.executor = WorkersExecutor(algorithm, data, seed, block_size, workers)
+        else:
+            self.executor = EXECUTORS[engine](data, algorithm.per_row, block_size)
         self.store = store or ClientStore(self.initial, data.num_train, algorithm.per_row)
         self._post = tuple(postprocessors)
         self._lost = lost
@@ -124,16 +118,7 @@ class Simulation:
 
     def about(self, ids: Tensor) -> ClientData:
         """Return what the clients' functions know of them."""
-        side, counts = self.data.side, None
-        if self.algorithm.needs_label_counts:
-            counts = self.data.label_counts
-        return ClientData(
-            num=self.data.num_train[ids],
-            key=keys.fold(keys.key(self.seed, "client"), ids),
-            side=None if side is None else side[ids.to(side.device)],
-            group=None if self.data.groups is None else self.data.groups[ids],
-            label_counts=None if counts is None else counts[ids.to(counts.device)],
-        )
+        return client_data(self.algorithm, self.data, self.seed, ids)
 
     def initial(self, ids: Tensor) -> Any:
         """Private records of clients that have never taken part."""
@@ -156,7 +141,7 @@ class Simulation:
             return Exchanged(
                 reduction=None, costs=costs, abandoned=f"only {arrived} uploads arrived"
             )
-        if phase.cohort_update is not None and self.executor.name == "stacked":
+        if phase.cohort_update is not None and self.executor.name in ("stacked", "workers"):
             reduction, size = self._flat(phase, broadcast, ids, weights)
         else:
             reduction, size = self._blocks(phase, broadcast, ids, weights, round)
@@ -185,28 +170,52 @@ class Simulation:
     def _blocks(
         self, phase: Phase, broadcast: Any, ids: Tensor, weights: Tensor, round: Round
     ) -> tuple[Any, int]:
-        reduction = Reduction(phase, ids, weights)
-        size = 0
-        for block, states, uploads in self.run_blocks(phase, broadcast, ids, int(round.index)):
-            self.store.stage(block.ids, states)
+        reduction, size = Reduction(phase, ids, weights), 0
+        # Sums may be made elsewhere where nobody has to see single uploads.
+        shown = None if self._post or phase.reduce == "stack" else weights
+        run = self.run_blocks(phase, broadcast, ids, int(round.index), weights=shown)
+        for part, states, uploads in run:
+            if isinstance(uploads, PartialSum):
+                reduction.add_sum(uploads)
+                size = uploads.num_bytes
+                continue
+            self.store.stage(part, states)
+            if uploads is None:  # their sum follows
+                continue
             for post in self._post:
-                uploads = post.upload(uploads, block.ids, round)
-            one = take(uploads, 0)
-            size = num_bytes(one if phase.wire is None else phase.wire(one))
-            reduction.add(block.ids, uploads)
+                uploads = post.upload(uploads, part, round)
+            size = upload_bytes(phase, uploads)
+            reduction.add(part, uploads)
         return reduction.result(), size
 
     def run_blocks(
-        self, phase: Phase, broadcast: Any, ids: Tensor, index: int, clients: Any = None
-    ) -> Iterator[tuple[Block, Any, Any]]:
-        """Run a phase for the given clients, block by block, in canonical order."""
+        self,
+        phase: Phase,
+        broadcast: Any,
+        ids: Tensor,
+        index: int,
+        clients: Any = None,
+        weights: Tensor | None = None,
+    ) -> Iterator[tuple[Tensor, Any, Any]]:
+        """Run a phase for the given clients, block by block, in canonical order.
+
+        Yields ids, private records and uploads. Where ``weights`` are given, a ``PartialSum`` may
+        come in the place of uploads.
+        """
+
+        def read(part: Tensor) -> Any:
+            if clients is None:
+                return self.store.read(part)
+            return take(clients, torch.searchsorted(ids, part))
+
         k = keys.key(self.seed, "plan", index)
-        for block in blocks(phase, ids, self.data, k, self.executor.block_size):
-            place = torch.searchsorted(ids, block.ids)
-            mine = self.store.read(block.ids) if clients is None else take(clients, place)
-            received = select_axis(broadcast, phase.per_client, place)
-            states, uploads = self.executor.run(phase, received, mine, self.about(block.ids), block)
-            yield block, states, uploads
+        if isinstance(self.executor, WorkersExecutor):
+            yield from self.executor.run_blocks(phase, broadcast, ids, k, read, weights)
+            return
+        for block in Blocks(phase, ids, self.data, k, self.executor.block_size):
+            received = select_axis(broadcast, phase.per_client, torch.searchsorted(ids, block.ids))
+            about = self.about(block.ids)
+            yield block.ids, *self.executor.run(phase, received, read(block.ids), about, block)
 
     def _flat(self, phase: Phase, broadcast: Any, ids: Tensor, weights: Tensor) -> tuple[Any, int]:
         """Run the hand-written twin of a phase on the cohort's flat rows."""
@@ -269,6 +278,8 @@ class Simulation:
                 else take(clients, slice(start, start + _SERVED_TOGETHER))
             )
             for phase in self.algorithm.personal:
+                if not phase.when(server, round):
+                    continue
                 mine = self.run_private(phase, phase.broadcast(server, round), part, index, mine)
             yield part, deploy(server, round), mine
 
@@ -277,16 +288,18 @@ class Simulation:
     ) -> Any:
         """Run a phase that uploads nothing; returns the new records in the order of ids."""
         done = [
-            (block.ids, states)
-            for block, states, _ in self.run_blocks(phase, broadcast, ids, index, clients)
+            (part, states)
+            for part, states, _ in self.run_blocks(phase, broadcast, ids, index, clients)
         ]
         order = torch.cat([part for part, _ in done]).argsort()
         return take(concatenate([states for _, states in done]), order)
 
-    def personal_costs(self, ids: Tensor) -> Costs:
+    def personal_costs(self, server: Any, ids: Tensor, index: int) -> Costs:
         """Return what the personal phases cost the given clients, once."""
-        costs = Costs()
+        costs, round = Costs(), make_round(index, ids, self.population)
         for phase in self.algorithm.personal:
+            if not phase.when(server, round):
+                continue
             for stage in phase.stages:
                 rows = count_rows(stage, self.data.span(stage.rows)[1][ids])
                 costs += Costs(forward_rows=rows) if stage.forward_only else Costs(rows=rows)
@@ -300,8 +313,8 @@ class Simulation:
         round = make_round(index, ids, self.population)
         broadcast = phase.broadcast(server, round)
         costs = self._costs(phase, broadcast, ids)
-        for block, states, _ in self.run_blocks(phase, broadcast, ids, index):
-            self.store.stage(block.ids, states)
+        for part, states, _ in self.run_blocks(phase, broadcast, ids, index):
+            self.store.stage(part, states)
         self.store.commit()
         return costs
 
@@ -311,13 +324,7 @@ class Simulation:
         """Outputs of the personal models on a split, block by block, in the order of ids."""
         _, unbatched, per_client = self.algorithm.serving
 
-        def outputs(broadcast: Any, client: Any, x: Any, side: Any) -> Tensor:
-            if self.algorithm.predict is not None:
-                return self.algorithm.predict(broadcast, client, x, side)
-            assert self.algorithm.model is not None
-            model = self.algorithm.model(broadcast, client)
-            return task.predict(model.params, model.buffers, x, side)
-
+        outputs = partial(_personal_outputs, self.algorithm, task)
         for part, broadcast, mine in self.serve(server, ids, index):
             with torch.no_grad():
                 yield (
@@ -356,9 +363,7 @@ class Simulation:
         assert self.algorithm.shared_model is not None
         model = self.algorithm.shared_model(server)
 
-        def outputs(broadcast: Any, client: Any, x: Any, side: Any) -> Tensor:
-            return task.predict(broadcast.params, broadcast.buffers, x, side)
-
+        outputs = partial(_shared_outputs, task)
         for start in range(0, len(ids), _SERVED_TOGETHER):
             part = ids[start : start + _SERVED_TOGETHER]
             with torch.no_grad():
@@ -374,3 +379,18 @@ class Simulation:
                         frozenset({"params", "buffers"}),
                     ),
                 )
+
+
+# Not closures in the methods above: those would take the whole federation along to workers.
+def _personal_outputs(
+    algorithm: Algorithm, task: Any, broadcast: Any, client: Any, x: Any, side: Any
+) -> Tensor:
+    if algorithm.predict is not None:
+        return algorithm.predict(broadcast, client, x, side)
+    assert algorithm.model is not None
+    model = algorithm.model(broadcast, client)
+    return task.predict(model.params, model.buffers, x, side)
+
+
+def _shared_outputs(task: Any, model: Any, client: Any, x: Any, side: Any) -> Tensor:
+    return task.predict(model.params, model.buffers, x, side)

@@ -5,7 +5,7 @@ A client's plan is the same alone, in any cohort, under any padding and on any e
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -148,30 +148,75 @@ def groups(num: Tensor) -> list[Tensor]:
     return [order[a:b] for a, b in pairwise(cuts)]
 
 
-def blocks(
-    phase: Phase, ids: Tensor, data: FederatedData, k: Tensor, block_size: int
-) -> Iterator[Block]:
-    """Blocks of clients with their plans, in an order that depends on the cohort alone."""
-    num = data.num_train[ids]
-    spans = [data.span(stage.rows) for stage in phase.stages]
-    for group in groups(num):
-        members = ids[group]
-        widths = [
-            max(1, int(batch_rows(stage, span[1][members]).max()))
-            for stage, span in zip(phase.stages, spans, strict=True)
-        ]
-        for start in range(0, len(members), block_size):
-            part = members[start : start + block_size]
-            plans = tuple(
-                plan_stage(
-                    stage,
-                    count[part],
-                    base[part],
-                    keys.fold(k, phase.name, index, part),
-                    width,
-                )
-                for index, (stage, (base, count), width) in enumerate(
-                    zip(phase.stages, spans, widths, strict=True)
-                )
+@dataclass(frozen=True)
+class Part:
+    """Clients of a block before it is planned."""
+
+    ids: Tensor
+    widths: tuple[int, ...]  # padded rows of a batch, for each stage
+    longest: int
+
+
+class Blocks:
+    """Blocks of a phase's clients, in an order that depends on the cohort alone.
+
+    Parameters
+    ----------
+    phase, ids, data
+        What is run, and by whom.
+    k
+        Key of the plans.
+    block_size
+        Clients of a block.
+    ends
+        Where blocks end in any case: numbers of clients, in the order of the blocks.
+    """
+
+    def __init__(
+        self,
+        phase: Phase,
+        ids: Tensor,
+        data: FederatedData,
+        k: Tensor,
+        block_size: int,
+        ends: Sequence[int] = (),
+    ) -> None:
+        self._phase, self._data, self._key = phase, data, k
+        self._spans = [data.span(stage.rows) for stage in phase.stages]
+        self.parts: list[Part] = []
+        num, first = data.num_train[ids], 0
+        for group in groups(num):
+            members = ids[group]
+            widths = tuple(
+                max(1, int(batch_rows(stage, span[1][members]).max()))
+                for stage, span in zip(phase.stages, self._spans, strict=True)
             )
-            yield Block(part, data.num_train[part], plans, int(data.num_train[members].max()))
+            longest, last = int(num[group].max()), first + len(members)
+            cuts = sorted({first, last, *(end for end in ends if first < end < last)})
+            for begin, end in pairwise(cuts):
+                for start in range(begin - first, end - first, block_size):
+                    stop = min(start + block_size, end - first)
+                    self.parts.append(Part(members[start:stop], widths, longest))
+            first = last
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+    def __iter__(self) -> Iterator[Block]:
+        return map(self.__getitem__, range(len(self)))
+
+    def __getitem__(self, index: int) -> Block:
+        part = self.parts[index]
+        plans = tuple(
+            plan_stage(
+                stage,
+                count[part.ids],
+                base[part.ids],
+                keys.fold(self._key, self._phase.name, place, part.ids),
+                width,
+            )
+            for place, (stage, (base, count), width) in enumerate(
+                zip(self._phase.stages, self._spans, part.widths, strict=True)
+            )
+        )
+        return Block(part.ids, self._data.num_train[part.ids], plans, part.longest)

@@ -6,15 +6,50 @@ that the same additions happen whatever the size of the blocks.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from handspan.core.algorithm import Phase, Reduced, Stacked
+from handspan.core.data import Round
 from handspan.core.records import concatenate, map_tensors, take
 
-_CHUNK = 32
+CHUNK = 32  # uploads that are added at once
+
+
+@dataclass(frozen=True)
+class PartialSum:
+    """The sum of a whole chunk of uploads, made where they were.
+
+    Attributes
+    ----------
+    total
+        As ``Reduction`` would have made it; None where none of the clients sends.
+    num_bytes
+        Size of one upload on the wire.
+    """
+
+    total: Any
+    num_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Postprocessor:
+    """A change of what is sent or received that methods know nothing of (clip, noise, compress).
+
+    Attributes
+    ----------
+    upload
+        (U block, ids, Round) -> U block, before the reduction.
+    reduction
+        (R, Round) -> R, after it.
+    """
+
+    upload: Callable[[Any, Tensor, Round], Any] = lambda upload, ids, round: upload
+    reduction: Callable[[Any, Round], Any] = lambda reduction, round: reduction
 
 
 class Reduction:
@@ -44,21 +79,33 @@ class Reduction:
         self._pending.append(uploads)
         self._pending_weights.append(weights)
         self._pending_count += len(ids)
-        while self._pending_count >= _CHUNK:
-            self._reduce_chunk(_CHUNK)
+        while self._pending_count >= CHUNK:
+            self._reduce_chunk(CHUNK)
 
     def _reduce_chunk(self, size: int) -> None:
         uploads = concatenate(self._pending)
         weights = torch.cat(self._pending_weights)
-        part = _sum(self._phase, take(uploads, slice(size)), weights[:size])
-        self._total = (
-            part
-            if self._total is None
-            else map_tensors(lambda total, new: total.add_(new), self._total, part)
-        )
+        self._add_total(_sum(self._phase, take(uploads, slice(size)), weights[:size]))
         self._pending = [take(uploads, slice(size, None))] if len(weights) > size else []
         self._pending_weights = [weights[size:]] if len(weights) > size else []
         self._pending_count = len(weights) - size
+
+    def _add_total(self, part: Any) -> None:
+        if self._total is None:
+            self._total = part
+        else:
+            self._total = map_tensors(lambda total, new: total.add_(new), self._total, part)
+
+    def add_sum(self, chunk: PartialSum) -> None:
+        """Take a chunk of uploads that has been summed already."""
+        if chunk.total is not None:
+            self._add_total(chunk.total)
+
+    def total(self) -> Any:
+        """Return the sum so far."""
+        if self._pending_count:
+            self._reduce_chunk(self._pending_count)
+        return self._total
 
     def result(self) -> Any:
         """Return the reduction of all uploads."""
@@ -67,12 +114,11 @@ class Reduction:
             order = torch.cat([ids for ids, _ in self._all]).argsort()
             uploads = take(concatenate([uploads for _, uploads in self._all]), order)
             return Stacked(uploads=uploads, ids=self._ids[sent], weights=self._weights[sent])
-        if self._pending_count:
-            self._reduce_chunk(self._pending_count)
+        total = self.total()
         if self._phase.reduce != "sum":
-            return self._total
+            return total
         return Reduced(
-            total=self._total,
+            total=total,
             weight=self._weights[sent].sum(),
             count=sent.sum().to(torch.float64),
         )

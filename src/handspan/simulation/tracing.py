@@ -41,6 +41,12 @@ class Recorder:
         """How many there are."""
         return len(self._recordings)
 
+    def fresh(self) -> Recorder:
+        """Return a recorder of this kind that has no recordings yet."""
+        made = type(self)()
+        made._patience = self._patience
+        return made
+
     def record_at_once(self) -> None:
         """Record on the first call of a shape: for timing what a long run will replay."""
         self._patience = 0

@@ -1,0 +1,335 @@
+"""The workers engine: blocks of clients in processes of their own, one thread each.
+
+Inside, a worker is the loop engine (``block_size`` 1) or the stacked one, and so are the numbers.
+Data and algorithm go to a worker once. For an exchange it is told the broadcast and the cohort, and
+makes the plans itself, as everybody would; for a block it is told the block's number and the
+clients' private records. New records and uploads come back; this process stages and adds them in
+canonical order. Of a large cohort come back sums in float64, of the chunks in which all engines
+add.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property, partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from handspan.core.algorithm import Algorithm, Phase
+from handspan.core.data import ClientData, FederatedData
+from handspan.core.errors import HandspanError
+from handspan.core.records import num_bytes, take
+from handspan.simulation.about import client_data
+from handspan.simulation.batching import select_axis
+from handspan.simulation.crew import Notice, crew
+from handspan.simulation.loop import LoopExecutor
+from handspan.simulation.plans import Block, Blocks, groups
+from handspan.simulation.reduction import CHUNK, PartialSum, Reduction
+from handspan.simulation.shared import Memory
+from handspan.simulation.stacked import StackedExecutor
+from handspan.simulation.threads import num_threads
+from handspan.simulation.tracing import Recorder
+
+_MOST_TOGETHER = 32  # clients of a task, where the loop runs inside
+_TASKS_OF_A_WORKER = 4  # at least, where there are clients enough: the last ones end together
+_PATIENCE = 3  # exchanges of a phase that may take longer than this process alone would need
+Read = Callable[[Tensor], Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """What a worker needs for all exchanges of a run."""
+
+    algorithm: Algorithm
+    data: FederatedData
+    seed: int
+    block_size: int
+    recorder: Recorder
+
+    @cached_property
+    def executor(self) -> LoopExecutor | StackedExecutor:
+        """The engine inside."""
+        kind = LoopExecutor if self.block_size == 1 else StackedExecutor
+        made = kind(self.data, self.algorithm.per_row, self.block_size)
+        made.recorder = self.recorder
+        return made
+
+    def about(self, ids: Tensor) -> ClientData:
+        """What the clients' functions know of them."""
+        return client_data(self.algorithm, self.data, self.seed, ids)
+
+
+@dataclass(frozen=True, eq=False)
+class Exchange:
+    """A phase for a cohort; runs any of its blocks, here or in a worker."""
+
+    job: Job
+    phase: Phase
+    broadcast: Any
+    ids: Tensor
+    key: Tensor
+    block_size: int
+    weights: Tensor | None  # where chunks of uploads are to be summed
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Travel without what has been computed from the fields."""
+        return Exchange, tuple(getattr(self, field.name) for field in fields(self))
+
+    @cached_property
+    def ends(self) -> list[int]:
+        """Clients, in canonical order, behind which a chunk of uploads is complete."""
+        if self.weights is None:
+            return []
+        order = torch.cat(groups(self.job.data.num_train[self.ids]))
+        count = (self.weights[order] > 0).cumsum(0)
+        marks = torch.arange(CHUNK, max(CHUNK, int(count[-1])), CHUNK)
+        return [*(torch.searchsorted(count, marks) + 1).tolist(), len(self.ids)]
+
+    @cached_property
+    def blocks(self) -> Blocks:
+        """Blocks of the cohort, cut where chunks end."""
+        data = self.job.data
+        return Blocks(self.phase, self.ids, data, self.key, self.block_size, self.ends)
+
+    @cached_property
+    def tasks(self) -> list[tuple[int, int]]:
+        """First and last block of each task: a block, or those of a chunk."""
+        if self.weights is None:
+            return list(pairwise(range(len(self.blocks) + 1)))
+        reached = torch.tensor([len(part.ids) for part in self.blocks.parts]).cumsum(0)
+        cuts = torch.searchsorted(reached, torch.tensor(self.ends)) + 1
+        return list(pairwise([0, *cuts.tolist()]))
+
+    def members(self, task: tuple[int, int]) -> Tensor:
+        """Clients of a task."""
+        return torch.cat([part.ids for part in self.blocks.parts[slice(*task)]])
+
+    def run(self, first: int, last: int, clients: Any) -> tuple[list[Any], Any, int]:
+        """New records and uploads of each block; or no uploads, but their sum and size."""
+        results, at = list[Any](), 0
+        for index in range(first, last):
+            block = self.blocks[index]
+            mine = take(clients, slice(at, at + len(block.ids)))
+            at += len(block.ids)
+            place = torch.searchsorted(self.ids, block.ids)
+            received = select_axis(self.broadcast, self.phase.per_client, place)
+            about = self.job.about(block.ids)
+            results.append(self.job.executor.run(self.phase, received, mine, about, block))
+        if self.weights is None:
+            return results, None, 0
+        reduction, size = Reduction(self.phase, self.ids, self.weights), 0
+        for part, (_, uploads) in zip(self.blocks.parts[first:last], results, strict=True):
+            reduction.add(part.ids, uploads)
+            size = upload_bytes(self.phase, uploads)
+        return [(states, None) for states, _ in results], reduction.total(), size
+
+
+@dataclass(frozen=True, eq=False)
+class Prediction:
+    """Outputs of served models; computes those of any clients, here or in a worker."""
+
+    job: Job
+    function: Callable[[Any, Any, Any, Any], Tensor]
+    broadcast: Any
+    rows: Any
+    unbatched: frozenset[str]
+    per_client: frozenset[str]
+
+    def run(self, ids: Tensor, place: Tensor, clients: Any) -> Tensor:
+        """Outputs for some clients; ``place`` is where they stand among all that are served."""
+        with torch.no_grad():
+            return self.job.executor.predict(
+                self.function,
+                select_axis(self.broadcast, self.per_client, place),
+                clients,
+                self.job.about(ids),
+                ids,
+                self.rows,
+                self.unbatched,
+                self.per_client,
+            )
+
+
+def upload_bytes(phase: Phase, uploads: Any) -> int:
+    """Bytes that one client of a block sends."""
+    one = take(uploads, 0)
+    return num_bytes(one if phase.wire is None else phase.wire(one))
+
+
+class WorkersExecutor:
+    """Runs the blocks of an exchange in worker processes."""
+
+    name = "workers"
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        data: FederatedData,
+        seed: int,
+        block_size: int,
+        workers: int,
+    ) -> None:
+        if data.device.type != "cpu":
+            raise HandspanError("the workers engine computes on the CPU: add --device cpu")
+        if os.name != "posix":
+            raise HandspanError("this system offers no workers engine: choose loop or stacked")
+        self.block_size, self.workers = block_size, workers
+        self.patience = _PATIENCE
+        self._here = Job(algorithm, data, seed, block_size, Recorder())
+        self._job: Notice | None = None
+        self._phases: list[tuple[Phase, Notice]] = []
+        self._down: Memory | None = None
+        self._losses: dict[str, int] = {}
+        self._sent: list[Notice] = []  # for the finalizer, which must not hold this executor
+        weakref.finalize(self, _retire, self._sent)
+
+    @property
+    def recorder(self) -> Recorder:
+        """Recordings of this process; each worker has its own, of the same kind."""
+        return self._here.executor.recorder
+
+    @recorder.setter
+    def recorder(self, recorder: Recorder) -> None:
+        self._here.executor.recorder = recorder
+
+    def run(
+        self, phase: Phase, broadcast: Any, clients: Any, about: ClientData, block: Block
+    ) -> tuple[Any, Any]:
+        """Run a single block, here."""
+        return self._here.executor.run(phase, broadcast, clients, about, block)
+
+    def run_blocks(
+        self, phase: Phase, broadcast: Any, ids: Tensor, k: Tensor, read: Read, weights: Any
+    ) -> Iterator[tuple[Tensor, Any, Any]]:
+        """Run a phase for the given clients: ids, records and uploads, in canonical order."""
+        if weights is not None and int((weights > 0).sum()) < 2 * CHUNK * self.workers:
+            weights = None  # too few chunks to give everybody some
+        size = self._size(len(ids))
+        exchange = Exchange(self._here, phase, broadcast, ids, k, size, weights)
+        tasks = [partial(self._arguments, exchange, task, read) for task in exchange.tasks]
+        for task, result in zip(
+            exchange.tasks, self._run(phase.name, exchange, tasks), strict=True
+        ):
+            results, total, size = result
+            for part, (states, uploads) in zip(
+                exchange.blocks.parts[slice(*task)], results, strict=True
+            ):
+                yield part.ids, states, uploads
+            if exchange.weights is not None:
+                yield ids[:0], None, PartialSum(total, size)
+
+    @staticmethod
+    def _arguments(exchange: Exchange, task: tuple[int, int], read: Read) -> tuple[Any, ...]:
+        return (*task, read(exchange.members(task)))
+
+    def _size(self, count: int) -> int:
+        """Clients of a block: the loop gives the same numbers for any."""
+        if self.block_size > 1:
+            return self.block_size
+        return max(1, min(_MOST_TOGETHER, count // (_TASKS_OF_A_WORKER * self.workers)))
+
+    def predict(
+        self,
+        function: Callable[[Any, Any, Any, Any], Tensor],
+        broadcast: Any,
+        clients: Any,
+        about: ClientData,
+        ids: Tensor,
+        rows: Any,
+        unbatched: frozenset[str],
+        per_client: frozenset[str] = frozenset(),
+    ) -> Tensor:
+        """Outputs of ``function(B, C, x, side)`` for a split's rows of each client, joined."""
+        given = (function, broadcast, rows, unbatched, per_client)
+        if self.block_size > 1:  # stacked clients share a padded shape
+            executor = self._here.executor
+            return executor.predict(
+                function, broadcast, clients, about, ids, rows, unbatched, per_client
+            )
+        pieces = torch.arange(len(ids)).split(self._size(len(ids)))
+        tasks = [partial(lambda at: (ids[at], at, take(clients, at)), at) for at in pieces]
+        return torch.cat(list(self._run("predict", Prediction(self._here, *given), tasks)))
+
+    def _run(
+        self, name: str, work: Any, tasks: Sequence[Callable[[], tuple[Any, ...]]]
+    ) -> Iterator[Any]:
+        """Run tasks in workers, unless this process alone has been shown to be as fast."""
+        if len(tasks) < 2 or self._losses.get(name, 0) >= self.patience:
+            with num_threads(1):
+                for task in tasks:
+                    yield work.run(*task())
+            return
+        begin, busy, aside = time.perf_counter(), 0.0, 0.0
+        notices = [self._job_notice(), *self._phase_notice(work), self._notice(work)]
+        for result, seconds in crew().run(self.workers, notices, tasks):
+            busy += seconds
+            paused = time.perf_counter()
+            yield result
+            aside += time.perf_counter() - paused
+        crew().retire(notices[-1])
+        is_slower = time.perf_counter() - begin - aside > busy
+        self._losses[name] = self._losses.get(name, 0) + 1 if is_slower else 0
+
+    # -- what workers are told ----------------------------------------------------------------
+
+    def _job_notice(self) -> Notice:
+        if self._job is None:
+            here = self._here
+            if here.algorithm.needs_label_counts:
+                here.about(torch.tensor([0]))  # counts labels, once for all workers
+            job = Job(here.algorithm, here.data, here.seed, here.block_size, self.recorder.fresh())
+            self._job = Notice.of(job)
+            self._sent.append(self._job)
+        return self._job
+
+    def _phase_notice(self, work: Any) -> list[Notice]:
+        """Tell of phases that are not the algorithm's own; each of them once."""
+        if not isinstance(work, Exchange) or self._name(work.phase) is not None:
+            return []
+        for phase, notice in self._phases:
+            if phase is work.phase:
+                return [notice]
+        self._phases.append((work.phase, Notice.of(work.phase)))
+        self._sent.append(self._phases[-1][1])
+        return [self._phases[-1][1]]
+
+    def _notice(self, work: Any) -> Notice:
+        notice = Notice.of(work, self._down, self._name)
+        memory = notice.packed.memory
+        if memory is not None and memory is not self._down:
+            if self._down is not None:
+                crew().retire(self._down)
+            self._down = memory
+        return notice
+
+    def _name(self, value: Any) -> tuple[Any, ...] | None:
+        """Name of what workers know: the job, its algorithm, and phases."""
+        if self._job is None or not isinstance(value, Job | Algorithm | Phase):
+            return None
+        serial, algorithm = self._job.serial, self._here.algorithm
+        if value is self._here:
+            return (serial,)
+        if value is algorithm:
+            return (serial, "algorithm")
+        for phase, notice in self._phases:
+            if phase is value:
+                return (notice.serial,)
+        for group in ("setup", "rounds", "personal"):
+            for place, phase in enumerate(getattr(algorithm, group)):
+                if phase is value:
+                    return (serial, "algorithm", group, place)
+        return (serial, "algorithm", "adapt") if value is algorithm.adapt else None
+
+
+def _retire(notices: list[Notice]) -> None:
+    crew().retire(*notices)
+    for notice in notices:
+        if notice.packed.memory is not None:
+            crew().retire(notice.packed.memory)
