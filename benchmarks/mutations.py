@@ -152,9 +152,40 @@ MUTATIONS: tuple[Mutation, ...] = (
     *_of(
         "perfedsi",
         "methods/perfedsi.py",
-        ("weights by examples", _WEIGHT, 'weight=WEIGHTS["examples"],'),
-        ("wrong scale of the step", _RATE, _HALF),
-        ("a common start is lost", "task.init(key)", "task.init(key + 1)"),
+        ("weights by examples", "weights=config.weights,", 'weights="examples",'),
+        ("no steps", "**work.whole()", "steps=1"),
+    ),
+    *_of(
+        "fedprox",
+        "methods/fedprox.py",
+        ("half the pull", "config.prox_weight)", "0.5 * config.prox_weight)"),
+        ("missing weight", "weights=config.weights", 'weights="examples"'),
+    ),
+    *_of(
+        "fedprox",
+        "numerics/averaging.py",
+        (
+            "pulled to itself",
+            "working.params, broadcast.params, prox_weight",
+            "working.params, working.params, prox_weight",
+        ),
+    ),
+    *_of(
+        "scaffold",
+        "methods/scaffold.py",
+        ("swapped sign", "g - k.control[n] + b.control[n]", "g + k.control[n] - b.control[n]"),
+        ("the server forgets who was not there", "1 / setting.num_clients", "1 / setting.cohort"),
+        (
+            "new control for the difference",
+            "control_delta={n: c - k.control[n] for",
+            "control_delta={n: c for",
+        ),
+        (
+            "the pass at y",
+            "task.loss(x, b.buffers, batch), b.params",
+            "task.loss(x, b.buffers, batch), k.params",
+        ),
+        ("old control kept", "ScaffoldClient(control=new)", "ScaffoldClient(control=k.control)"),
     ),
     *_of(
         "finetune",
@@ -170,6 +201,12 @@ MUTATIONS: tuple[Mutation, ...] = (
             "params={**k.moving, **k.fixed}, buffers=k.buffers), None",
             "params={**served(b.serving, k).params}, buffers=k.buffers), None",
         ),
+    ),
+    *_of(
+        "shared",
+        "numerics/averaging.py",
+        ("wrong scale of the step", _RATE, _HALF),
+        ("a common start is lost", "task.init(key)", "task.init(key + 1)"),
     ),
     *_of(
         "shared",

@@ -15,6 +15,7 @@ VARIANTS = {
         "fedavg:server_momentum=0.5:weights=uniform",
     ),
     "ifca": ("ifca:k=2:upload=sum",),
+    "scaffold": ("scaffold:option=I",),
     "fedmgs": ("fedmgs:num_components=3:constants=paper:penalty_tolerance=0.9",),
     "pflmf": (
         "pflmf:rank=2:scaled=true:affine=true:v_for_basis=new",

@@ -21,21 +21,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from handspan.core.algorithm import WEIGHTS, Algorithm, Model, Phase, Reduced, Stage
-from handspan.core.data import Population, Round
+from handspan.core.algorithm import WEIGHTS, Algorithm, Stage
 from handspan.core.errors import HandspanError
 from handspan.core.method import Method, MethodConfig, Setting
-from handspan.numerics.averaging import (
-    ModelBroadcast,
-    ModelState,
-    averaged,
-    begin_training,
-    end_training,
-    no_client,
-    sgd_step,
-)
+from handspan.numerics.averaging import sgd_step, shared_algorithm
 from handspan.numerics.local_work import LocalWork
 
 
@@ -63,40 +52,12 @@ def build(setting: Setting, config: PerFedSIConfig) -> Algorithm:
     if not task.needs_side:
         raise HandspanError("perfedsi needs a model that reads side information")
 
-    def init_server(key: Tensor, population: Population) -> ModelState:
-        params, buffers = task.init(key)
-        return ModelState(params=params, buffers=buffers)
-
-    def broadcast(server: ModelState, round: Round) -> ModelBroadcast:
-        return ModelBroadcast(
-            params=server.params,
-            buffers=server.buffers,
-            learning_rate=work.rate(round, setting.rounds, setting.scalar),
-        )
-
-    def combine(server: ModelState, reduction: Reduced, round: Round) -> ModelState:
-        return averaged(server, reduction, round)
-
-    return Algorithm(
-        name="perfedsi",
-        init_server=init_server,
-        init_client=no_client,
-        rounds=(
-            Phase(
-                name="train",
-                broadcast=broadcast,
-                begin=begin_training(work.sgd),
-                stages=(Stage(step=sgd_step(task, work.sgd), **work.whole()),),
-                end=end_training,
-                combine=combine,
-                weight=WEIGHTS[config.weights],
-                infers="the direction of z, from the encoder's gradient a z^T (Eq. 12)",
-            ),
-        ),
-        model=lambda b, client: Model(params=b.params, buffers=b.buffers),
-        deploy=broadcast,
-        deploy_unbatched=frozenset({"params", "buffers"}),
-        shared_model=lambda server: Model(params=server.params, buffers=server.buffers),
+    return shared_algorithm(
+        "perfedsi",
+        setting,
+        (Stage(step=sgd_step(task, work.sgd), **work.whole()),),
+        weights=config.weights,
+        infers="the direction of z, from the encoder's gradient a z^T (Eq. 12)",
     )
 
 

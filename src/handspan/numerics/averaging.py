@@ -1,6 +1,7 @@
 """FedAvg's phase and what else trains a whole model: the plainest building blocks.
 
-Shared by FedAvg, its relatives with other server steps, PerFedSI and the oracle of true groups.
+Shared by FedAvg, by its relatives with another local step or another personal model, by PerFedSI
+and by the oracle of true groups.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from handspan.core.algorithm import Reduced
-from handspan.core.data import Batch
+from handspan.core.algorithm import WEIGHTS, Algorithm, Model, Phase, Reduced, Stage
+from handspan.core.data import Batch, Population, Round
 from handspan.core.errors import HandspanError
+from handspan.core.method import Setting
 from handspan.core.records import Empty, Params, Record
 from handspan.core.task import Task, value_and_grad
-from handspan.numerics.optim import Sgd
+from handspan.numerics.local_work import LocalWork
+from handspan.numerics.optim import Sgd, pulled
 
 
 class ModelState(Record):
@@ -43,13 +46,21 @@ class Training(Record):
     velocity: Params
 
 
-def sgd_step(task: Task, sgd: Sgd) -> Callable[[Any, Training, Batch], Training]:
-    """One step of SGD on all parameters of a model; B has ``learning_rate``."""
+def sgd_step(
+    task: Task, sgd: Sgd, prox_weight: float = 0.0
+) -> Callable[[Any, Training, Batch], Training]:
+    """One step of SGD on all parameters of a model; B has ``learning_rate``.
+
+    With a ``prox_weight`` the objective is f + prox_weight/2 |params - centre|^2, the centre being
+    the broadcast model ``params`` as it came.
+    """
 
     def step(broadcast: Any, working: Training, batch: Batch) -> Training:
         _, buffers, gradient = value_and_grad(
             lambda params: task.loss(params, working.buffers, batch), working.params
         )
+        if prox_weight:
+            gradient = pulled(gradient, working.params, broadcast.params, prox_weight)
         params, velocity = sgd.step(
             working.params, gradient, working.velocity, broadcast.learning_rate
         )
@@ -80,6 +91,64 @@ def averaged(server: Any, reduction: Reduced, round: Any) -> ModelState:
     """Weighted mean of the uploaded models."""
     mean = reduction.mean(like=ModelState(params=server.params, buffers=server.buffers))
     return ModelState(params=mean.params, buffers=mean.buffers)
+
+
+def shared_algorithm(
+    name: str,
+    setting: Setting,
+    stages: tuple[Stage, ...],
+    *,
+    weights: str,
+    infers: str = "gradients of the whole model: inversion attacks apply",
+) -> Algorithm:
+    """Compose a method whose state is one shared model, averaged as in FedAvg.
+
+    Parameters
+    ----------
+    name, setting
+        Of the method, and of the run.
+    stages
+        Local work on a ``Training`` that starts from the broadcast model.
+    weights
+        Of the mean: ``examples`` or ``uniform``.
+    infers
+        As in ``Phase``.
+    """
+    task, work = setting.model, setting.work
+    assert isinstance(work, LocalWork)
+
+    def init_server(key: Tensor, population: Population) -> ModelState:
+        params, buffers = task.init(key)
+        return ModelState(params=params, buffers=buffers)
+
+    def broadcast(server: ModelState, round: Round) -> ModelBroadcast:
+        return ModelBroadcast(
+            params=server.params,
+            buffers=server.buffers,
+            learning_rate=work.rate(round, setting.rounds, setting.scalar),
+        )
+
+    return Algorithm(
+        name=name,
+        init_server=init_server,
+        init_client=no_client,
+        rounds=(
+            Phase(
+                name="train",
+                broadcast=broadcast,
+                begin=begin_training(work.sgd),
+                stages=stages,
+                end=end_training,
+                combine=averaged,
+                weight=WEIGHTS[weights],
+                infers=infers,
+            ),
+        ),
+        model=lambda b, client: Model(params=b.params, buffers=b.buffers),
+        deploy=broadcast,
+        deploy_unbatched=frozenset({"params", "buffers"}),
+        shared_model=lambda server: Model(params=server.params, buffers=server.buffers),
+    )
 
 
 def no_client(key: Tensor, data: Any) -> Empty:

@@ -51,3 +51,8 @@ class Sgd:
         return {
             k: torch.addcmul(p, direction[k], learning_rate, value=-1.0) for k, p in params.items()
         }, velocity
+
+
+def pulled(gradient: Params, params: Params, centre: Params, weight: float) -> Params:
+    """Gradient of f + weight/2 |params - centre|^2, given that of f."""
+    return {k: g.add(params[k] - centre[k], alpha=weight) for k, g in gradient.items()}

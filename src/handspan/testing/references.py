@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any
@@ -16,6 +17,7 @@ from handspan.core.algorithm import Algorithm
 from handspan.core.data import FederatedData, Rows
 from handspan.core.federation import RunState, draw_round, run
 from handspan.core.records import Params
+from handspan.core.task import Task
 from handspan.numerics.local_work import LocalWork
 from handspan.registry import parse
 from handspan.simulation.federation import Simulation
@@ -37,6 +39,8 @@ class Reference:
         Local work; that of the toys by default.
     rounds, cohort, seed
         Of the run.
+    data, task
+        Other rows and another model than those of the toy problem.
     options
         Of the toy problem.
     """
@@ -50,6 +54,8 @@ class Reference:
         cohort: int = 5,
         seed: int = 3,
         engine: str = "loop",
+        data: FederatedData | None = None,
+        task: Task | None = None,
         **options: Any,
     ) -> None:
         self.spec = parse(text)
@@ -57,6 +63,11 @@ class Reference:
         self.data, self.setting = problem(
             self.spec.method, work=work, cohort=cohort, rounds=rounds, **options
         )
+        if data is not None:
+            counts = {"num_clients": data.num_clients, "row_shape": data.row_shape}
+            self.data, self.setting = data, dataclasses.replace(self.setting, **counts)
+        if task is not None:
+            self.setting = dataclasses.replace(self.setting, task=task)
         self.algorithm = self.spec.build(self.setting)
         self.simulation = Simulation(self.algorithm, self.data, seed=seed, engine=engine)
         self.simulation.executor.recorder = Unrecorded()

@@ -35,8 +35,8 @@ Arguments that the modules share:
     ``"examples"``: the mean over the cohort weighted by numbers of rows; ``"uniform"``: plain.
 
 Modules: `models` (losses and gradients), `local`, `fedavg` (with server optimisers, and inside
-given groups), `finetune`, `fedrep`, `pflmf`, `ifca`, `perfedsi`, `fedmgs`, and `palm` (the
-centralised counterpart of `fedmgs`).
+given groups), `fedprox`, `scaffold`, `finetune`, `fedrep`, `pflmf`, `ifca`, `perfedsi`, `fedmgs`,
+and `palm` (the centralised counterpart of `fedmgs`).
 
 Examples
 --------
@@ -55,6 +55,7 @@ Examples
 __all__ = [
     "fedavg",
     "fedmgs",
+    "fedprox",
     "fedrep",
     "finetune",
     "ifca",
@@ -63,4 +64,5 @@ __all__ = [
     "palm",
     "perfedsi",
     "pflmf",
+    "scaffold",
 ]
