@@ -90,6 +90,31 @@ MUTATIONS: tuple[Mutation, ...] = (
         ),
     ),
     *_of(
+        "apfl",
+        "methods/apfl.py",
+        ("missing factor alpha", "{name: k.mix * g for name, g", "{name: g for name, g"),
+        ("shares swapped", "mix * value + (1 - mix) * shared", "(1 - mix) * value + mix * shared"),
+        ("swapped sign of alpha", "(mix - k.moves * b.learning", "(mix + k.moves * b.learning"),
+        ("missing clip", "torch.stack(parts).sum()).clamp(0, 1)", "torch.stack(parts).sum())"),
+        ("alpha moves at every step", 'config.mix_every == "step"', "config.adaptive"),
+        (
+            "new w for the old one",
+            "mixed_step(b, k, batch), shared",
+            "mixed_step(b, dataclasses.replace(k, shared=shared), batch), shared",
+        ),
+        (
+            "the shared model steps twice",
+            "shared=shared, moves=moves)",
+            "shared=shared_step(b, shared, batch), moves=moves)",
+        ),
+        ("missing weight", _WEIGHT, 'weight=WEIGHTS["examples"],'),
+        (
+            "a new client starts at random",
+            "ApflClient(params=b.params,",
+            "ApflClient(params=client.params,",
+        ),
+    ),
+    *_of(
         "ifca",
         "methods/ifca.py",
         ("swapped sign", "torch.argmin(rounded)", "torch.argmax(rounded)"),

@@ -10,6 +10,7 @@ from handspan.registry import methods
 from handspan.testing import CHECKS, Case
 
 VARIANTS = {
+    "apfl": ("apfl:adaptive=true:mix_every=step",),
     "fedavg": (
         "fedavg:server_optimizer=yogi:server_learning_rate=0.1",
         "fedavg:server_momentum=0.5:weights=uniform",
