@@ -107,7 +107,7 @@ MUTATIONS: tuple[Mutation, ...] = (
             "shared=shared, moves=moves)",
             "shared=shared_step(b, shared, batch), moves=moves)",
         ),
-        ("missing weight", _WEIGHT, 'weight=WEIGHTS["examples"],'),
+        ("missing weight", "weights=config.weights,", 'weights="examples",'),
         (
             "a new client starts at random",
             "ApflClient(params=b.params,",
@@ -135,6 +135,34 @@ MUTATIONS: tuple[Mutation, ...] = (
             "torch.round(k.losses.to(torch.float64) * 1e9) - 1e-3 * torch.arange(config.k)",
         ),
         ("messages without counts", "IfcaSumUpload(choice=upload.choice, models=models)", "models"),
+    ),
+    *_of(
+        "l2gd",
+        "methods/l2gd.py",
+        ("1 - p where p belongs", "strength * (1 - p) / p)", "strength * p / (1 - p))"),
+        ("away from the mean", "(1 - b.pull) * x + b.pull * m", "(1 + b.pull) * x - b.pull * m"),
+        ("overshooting the mean", "(1 - p) / p).clamp(max=1)", "(1 - p) / p)"),
+        ("the coin turned over", "bool(round.draws[0] < p)", "bool(round.draws[0] >= p)"),
+        (
+            "a mean of the cohort only",
+            'begin=begin, computes="all", uploads="all", **parts)',
+            "begin=begin, **parts)",
+        ),
+        (
+            "an old mean pulled to",
+            "return L2gdClient(own=own, mean=mean), Empty()",
+            "return L2gdClient(own=own, mean=client.mean), Empty()",
+        ),
+        (
+            "models sent at every pull",
+            "is_pull(round) and server.contact == _TRAINED",
+            "is_pull(round) and server.contact != _AVERAGED",
+        ),
+        (
+            "a new client is not held",
+            "sgd_step(task, work.sgd, strength)",
+            "sgd_step(task, work.sgd)",
+        ),
     ),
     *_of(
         "pflmf",

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from handspan.core.algorithm import WEIGHTS, Algorithm, Model, Phase, Stage
-from handspan.core.data import Batch, ClientData, Population, Round
+from handspan.core.data import Batch, ClientData
 from handspan.core.errors import HandspanError
 from handspan.core.method import Method, MethodConfig, Setting
 from handspan.core.records import Params, Record
@@ -43,10 +43,10 @@ from handspan.numerics.averaging import (
     ModelBroadcast,
     ModelState,
     Training,
-    averaged,
     begin_training,
     copies,
     sgd_step,
+    shared_algorithm,
 )
 from handspan.numerics.local_work import LocalWork
 
@@ -103,21 +103,10 @@ def build(setting: Setting, config: ApflConfig) -> Algorithm:
     begin_shared, shared_step = begin_training(sgd), sgd_step(task, sgd)
     first_mix = (0.01 if config.adaptive else 0.5) if config.mix is None else config.mix
 
-    def init_server(key: Tensor, population: Population) -> ModelState:
-        params, buffers = task.init(key)
-        return ModelState(params=params, buffers=buffers)
-
     def init_client(key: Tensor, data: ClientData) -> ApflClient:
         (params, buffers), count = task.init(key), len(data.num)
         mix = (setting.scalar + first_mix).repeat(count)
         return ApflClient(params=copies(params, count), buffers=copies(buffers, count), mix=mix)
-
-    def broadcast(server: ModelState, round: Round) -> ModelBroadcast:
-        return ModelBroadcast(
-            params=server.params,
-            buffers=server.buffers,
-            learning_rate=work.rate(round, setting.rounds, setting.scalar),
-        )
 
     def begin(b: ModelBroadcast, client: ApflClient, data: ClientData) -> ApflWorking:
         own = Training(
@@ -164,31 +153,26 @@ def build(setting: Setting, config: ApflConfig) -> Algorithm:
     def model(b: ModelBroadcast, client: ApflClient) -> Model:
         return Model(params=mixture(client.params, b.params, client.mix), buffers=client.buffers)
 
-    return Algorithm(
-        name="apfl",
-        init_server=init_server,
+    base = shared_algorithm(
+        "apfl",
+        setting,
+        (Stage(step=step, models=2, **work.whole()),),
+        weights=config.weights,
+        infers="gradients of the shared model: inversion attacks apply, v_i is not shown",
+    )
+    (train,) = base.rounds
+    return dataclasses.replace(
+        base,
         init_client=init_client,
-        rounds=(
-            Phase(
-                name="train",
-                broadcast=broadcast,
-                begin=begin,
-                stages=(Stage(step=step, models=2, **work.whole()),),
-                end=end,
-                combine=averaged,
-                weight=WEIGHTS[config.weights],
-                infers="gradients of the shared model: inversion attacks apply, v_i is not shown",
-            ),
-        ),
+        rounds=(dataclasses.replace(train, begin=begin, end=end),),
         adapt=Phase(
             name="adapt",
-            broadcast=broadcast,
+            broadcast=train.broadcast,
             begin=begin_new,
             stages=(Stage(step=mixed_step, **work.adapting()),),
             end=end_new,
         ),
         model=model,
-        shared_model=lambda server: Model(params=server.params, buffers=server.buffers),
     )
 
 

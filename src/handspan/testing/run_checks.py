@@ -135,7 +135,7 @@ class _Failure(Exception):
 
 def _check_failing(case: Case, engine: str, wanted: dict[str, Tensor]) -> None:
     """Let the last phase of the second round fail after all clients have worked."""
-    *phases, last = case.algorithm.rounds
+    last = [exchange.phase for exchange in case.exchanges if int(exchange.round.index) == 1][-1]
 
     def combine(server: Any, reduction: Any, round: Round) -> Any:
         assert last.combine is not None
@@ -143,9 +143,9 @@ def _check_failing(case: Case, engine: str, wanted: dict[str, Tensor]) -> None:
             raise _Failure
         return last.combine(server, reduction, round)
 
-    failing = dataclasses.replace(
-        case.algorithm, rounds=(*phases, dataclasses.replace(last, combine=combine))
-    )
+    fails = dataclasses.replace(last, combine=combine)
+    phases = tuple(fails if phase is last else phase for phase in case.algorithm.rounds)
+    failing = dataclasses.replace(case.algorithm, rounds=phases)
     simulation = case.simulation(engine)
     state, _ = case.train(1, simulation, algorithm=failing)
     try:
