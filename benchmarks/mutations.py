@@ -317,6 +317,20 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     *_of(
         "shared",
+        "simulation/workers.py",
+        (
+            "a chunk ends too early",
+            "torch.searchsorted(count, marks) + 1)",
+            "torch.searchsorted(count, marks))",
+        ),
+        (
+            "records of the first block for all",
+            "slice(at, at + len(block.ids))",
+            "slice(len(block.ids))",
+        ),
+    ),
+    *_of(
+        "shared",
         "simulation/stacked.py",
         ("missing step mask", "is_partial = active < needed", "is_partial = False"),
     ),

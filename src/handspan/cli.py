@@ -72,9 +72,13 @@ Holdout = Annotated[str | None, _option("clients served as new ones at the end")
 EvalEvery = Annotated[str | None, _option("rounds between evaluations (default 10)")]
 Engine = Annotated[
     str | None,
-    _option("auto (timed), steady (not timed: numbers come again), loop or stacked (default auto)"),
+    _option(
+        "auto (timed), steady (not timed: numbers come again), loop, stacked or workers "
+        "(default auto)"
+    ),
 ]
 BlockSize = Annotated[str | None, _option("clients per block of the stacked engine")]
+Workers = Annotated[str | None, _option("processes of the workers engine (default: cores)")]
 Device = Annotated[str | None, _option("auto, cpu or cuda (default auto)")]
 Dtype = Annotated[str | None, _option("float32 or float64")]
 Threads = Annotated[str | None, _option("threads of the tensor operations")]
@@ -152,6 +156,7 @@ def run(
     device: Device = None,
     dtype: Dtype = None,
     threads: Threads = None,
+    workers: Workers = None,
     store: Store = None,
     checkpoint_seconds: Checkpoint = None,
     validate: Validate = None,
@@ -216,6 +221,7 @@ def compare(
     device: Device = None,
     dtype: Dtype = None,
     threads: Threads = None,
+    workers: Workers = None,
     adapt_steps: AdaptSteps = None,
 ) -> None:
     """Run several methods with several seeds on the same terms; prints one table."""

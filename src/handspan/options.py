@@ -95,9 +95,11 @@ class TrainingOptions:
     """Rounds between evaluations; the last round is always evaluated, 0 evaluates it alone."""
     engine: str = "auto"
     """auto (by the clock), steady (auto without a clock, for numbers that come again: the default
-    of ``compare``), loop or stacked."""
+    of ``compare``), loop, stacked or workers."""
     block_size: int | None = None
-    """Clients per block of the stacked engine."""
+    """Clients per block of the stacked engine; inside workers it is the loop that runs without."""
+    workers: int | None = None
+    """Processes of the workers engine, one thread each; by default as many as there are cores."""
     device: str = "auto"
     """auto, cpu or cuda."""
     dtype: str = "float32"
@@ -114,18 +116,22 @@ class TrainingOptions:
         _at_least("rounds", self.rounds, 1)
         _at_least("eval_every", self.eval_every, 0)
         _at_least("adapt_steps", self.adapt_steps, 1)
-        for name in ("block_size", "threads"):
+        for name in ("block_size", "threads", "workers"):
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), 1)
         if not 0 <= self.seed < 2**63:
             raise HandspanError(f"seed must lie between 0 and 2**63 - 1, not {self.seed}")
-        if self.threads is not None and self.threads > MOST_THREADS:
-            raise HandspanError(f"threads must be at most {MOST_THREADS}, not {self.threads}")
-        if self.engine not in ("auto", "steady", "loop", "stacked", "wire"):
+        for name in ("threads", "workers"):
+            value = getattr(self, name)
+            if value is not None and value > MOST_THREADS:
+                raise HandspanError(f"{name} must be at most {MOST_THREADS}, not {value}")
+        if self.engine not in ("auto", "steady", "loop", "stacked", "workers", "wire"):
             raise HandspanError(
-                f"unknown engine {self.engine!r}: choose auto, steady, loop or stacked (wire is "
-                "for tests)"
+                f"unknown engine {self.engine!r}: choose auto, steady, loop, stacked or workers "
+                "(wire is for tests)"
             )
+        if self.workers is not None and self.engine not in ("auto", "workers"):
+            raise HandspanError(f"engine {self.engine} has no workers: add --engine workers")
         choices = {
             "dtype": ("float32", "float64"),
             "store": ("memory", "disk"),
@@ -159,7 +165,7 @@ class TrainingOptions:
 SHORT = {"lr": "learning_rate"}
 MOST_THREADS = 1024  # with very many the operating system ends the process
 # What changes the clock and not the algorithm: a run may be resumed with other values.
-EXECUTION = ("engine", "block_size", "device", "threads", "checkpoint_seconds")
+EXECUTION = ("engine", "block_size", "device", "threads", "workers", "checkpoint_seconds")
 
 
 def _at_least(name: str, value: float, least: int) -> None:

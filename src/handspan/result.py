@@ -226,13 +226,7 @@ class Result:
         target.create(
             {
                 **self.config,
-                "engine": {
-                    "engine": self.choice.engine,
-                    "block_size": self.choice.block_size,
-                    "threads": self.choice.threads,
-                    "device": self.problem.setting.device.type,
-                    "torch": torch.__version__,
-                },
+                "engine": self.choice.description(self.problem.setting.device),
             }
         )
         target.save(self.state, self.simulation.store)

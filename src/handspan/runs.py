@@ -37,8 +37,8 @@ def _is_whole(config: Mapping[str, Any]) -> bool:
     if not all(name in config and isinstance(config[name], _KINDS[name]) for name in _KINDS):
         return False
     engine = config["engine"]
-    counts = [engine.get(name) for name in ("block_size", "threads")]
-    return engine.get("engine") in ("loop", "stacked", "wire") and all(
+    counts = [engine.get("block_size"), engine.get("threads"), engine.get("workers", 1)]
+    return engine.get("engine") in ("loop", "stacked", "workers", "wire") and all(
         isinstance(count, int) and count > 0 for count in counts
     )
 

@@ -49,7 +49,7 @@ def execute(
     choice = _choice(problem, stored)
     with num_threads(choice.threads):
         if folder is not None and stored is None:
-            folder.create({**config, "engine": _described(choice, problem.setting.device)})
+            folder.create({**config, "engine": choice.description(problem.setting.device)})
             folder.append_timing({"calibration_ms": dict(choice.milliseconds)})
         simulation = make_simulation(problem, choice, folder)
         state = None
@@ -59,30 +59,17 @@ def execute(
         return session.run(state, hooks, config)
 
 
-def _described(choice: EngineChoice, device: torch.device) -> dict[str, Any]:
-    """Say how a run is executed, in the words of its folder."""
-    return {
-        "engine": choice.engine,
-        "block_size": choice.block_size,
-        "threads": choice.threads,
-        "device": device.type,
-        "torch": torch.__version__,
-    }
-
-
 def _choice(problem: Problem, stored: dict[str, Any] | None) -> EngineChoice:
     options = problem.options
     if stored is not None:  # the same engine gives the same bits
-        told = stored["engine"]
-        return EngineChoice(
-            engine=told["engine"], block_size=told["block_size"], threads=told["threads"]
-        )
+        return EngineChoice.told(stored["engine"])
     return choose_engine(
         problem.algorithm,
         problem.data,
         engine=options.engine,
         block_size=options.block_size,
         threads=options.threads,
+        workers=options.workers,
         cohort=options.cohort,
         rounds=options.rounds,
         seed=options.seed,
@@ -93,14 +80,8 @@ def _choice(problem: Problem, stored: dict[str, Any] | None) -> EngineChoice:
 def make_simulation(
     problem: Problem, choice: EngineChoice, folder: RunFolder | None = None
 ) -> Simulation:
-    """Put the clients into this process."""
-    simulation = Simulation(
-        problem.algorithm,
-        problem.data,
-        seed=problem.options.seed,
-        engine=choice.engine,
-        block_size=choice.block_size,
-    )
+    """Put the clients into this process, or into workers of it."""
+    simulation = choice.simulation(problem.algorithm, problem.data, seed=problem.options.seed)
     if folder is not None and problem.options.store == "disk":
         simulation.store = ClientStore(
             simulation.initial,

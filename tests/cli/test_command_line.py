@@ -177,6 +177,8 @@ MISTAKES = {
     "run fedavg --nesterov": "needs momentum",
     "run fedavg --model nope": "no model 'nope'",
     "run fedavg --engine warp": "unknown engine",
+    "run fedavg --engine loop --workers 2": "engine loop has no workers: add --engine workers",
+    "run fedavg --workers 0": "workers must be at least 1",
     "run fedavg --device tpu": "unknown device",
     "run fedavg --metrics accurcy": "did you mean 'accuracy'",
     "run fedavg --resume": "--resume needs --out",

@@ -97,13 +97,23 @@ def test_single_precision_agrees_as_far_as_it_goes(text):
 
 
 @pytest.mark.parametrize("text", texts())
+@pytest.mark.parametrize("inside, block_size", [("loop", 1), ("stacked", 32)])
+def test_workers_give_the_bits_of_the_engine_inside(text, inside, block_size):
+    got, wanted = (
+        trained(text, engine, size, 5, torch.float32, is_recorded=False)
+        for engine, size in (("workers", block_size), (inside, 32))
+    )
+    compare(got, wanted, 0.0, f"workers against {inside}")
+
+
+@pytest.mark.parametrize("text", texts())
 def test_recordings_of_steps_change_nothing(text):
     plain = trained(text, "loop", is_recorded=False)
     compare(trained(text, "loop"), plain, 1e-10, "recorded against plain")
 
 
 @pytest.mark.parametrize("text", ["fedrep", "fedmgs:num_components=3"])
-@pytest.mark.parametrize("engine", ["loop", "stacked"])
+@pytest.mark.parametrize("engine", ["loop", "stacked", "workers"])
 def test_a_resumed_run_changes_no_bit(text, engine):
     made, algorithm = build(text)
     simulation = Simulation(algorithm, made.data, seed=5, engine=engine)
@@ -147,7 +157,7 @@ def test_labelled_rows_in_compressed_form_are_trained_and_served_on_every_engine
     from handspan.testing.toys import to_csr
 
     sparse = dataclasses.replace(made.data, x=to_csr(made.data.x))
-    for engine in ("loop", "stacked"):
+    for engine in ("loop", "stacked", "workers"):
         simulation = Simulation(algorithm, sparse, seed=5, engine=engine)
         simulation.executor.recorder = Unrecorded()
         state = run(algorithm, simulation, rounds=3, cohort=5, seed=5)

@@ -148,12 +148,7 @@ class Runner:
             resume=True,
             progress=follow,
         )
-        engine = {
-            "engine": result.choice.engine,
-            "block_size": result.choice.block_size,
-            "threads": result.choice.threads,
-            "device": problem.setting.device.type,
-        }
+        engine = result.choice.description(problem.setting.device)
         return _Done(result.summary, result.clients, engine)
 
     def _command(

@@ -36,8 +36,10 @@ def run_command(
     for key, value in settings.items():
         words += ["--set", f"{key}={plain(value)}"]
     words += ["--engine", engine["engine"]]
-    if engine["engine"] == "stacked":
+    if engine["engine"] in ("stacked", "workers"):
         words += ["--block-size", str(engine["block_size"])]
+    if engine["engine"] == "workers":
+        words += ["--workers", str(engine["workers"])]
     words += ["--threads", str(engine["threads"]), "--device", engine["device"]]
     return shlex.join(words)
 

@@ -26,7 +26,6 @@ from handspan.core.errors import HandspanError
 from handspan.evaluation.metrics import Metric
 from handspan.evaluation.protocol import evaluate
 from handspan.simulation.engine import EngineChoice, num_threads
-from handspan.simulation.federation import Simulation
 
 Count = int | None
 COUNTS: tuple[Count, ...] = (0, 1, 2, 5, 10, 20, None)
@@ -93,13 +92,8 @@ def curve(
     table: list[dict[str, Any]] = []
     for count in counts:
         given = first_rows(guests, count)
-        simulation = Simulation(
-            algorithm,
-            given,
-            seed=keys.seed_of(keys.key(seed, "held out")),
-            engine=choice.engine,
-            block_size=choice.block_size,
-        )
+        seed_of_guests = keys.seed_of(keys.key(seed, "held out"))
+        simulation = choice.simulation(algorithm, given, seed=seed_of_guests)
         costs = simulation.adapt(server, everyone, index)
         costs += simulation.personal_costs(server, everyone, index)
         scores = evaluate(simulation, server, index, task, [metric]).summary

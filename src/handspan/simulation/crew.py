@@ -109,15 +109,15 @@ class Crew:
         """Run tasks on ``count`` workers; yields results and their seconds, in order.
 
         The last notice is the thing to run; a task returns the arguments. Whatever ends this before
-        all results are there (an exception, Ctrl-C) ends the workers as well: the next run starts
-        new ones.
+        all results are there (an exception, Ctrl-C) ends the workers as well, whatever they are at:
+        the next run starts new ones.
         """
         with self._lock:
             shift = _Shift(self, count, notices, tasks)
             try:
                 yield from shift.run()
             except BaseException:
-                self.close()
+                self._end_workers()
                 raise
 
     def hire(self, count: int) -> list[_Worker]:
@@ -170,10 +170,13 @@ class Crew:
         if os.getpid() != self._owner:  # a fork of this process: they are not its own
             return
         is_idle = not self.pids  # it may still be importing, and has no children yet
+        self._end_workers()
+        self._dismiss_nursery(is_idle)
+
+    def _end_workers(self) -> None:
         for worker in self._workers:
             worker.end()
         self._workers.clear()
-        self._dismiss_nursery(is_idle)
 
     def _dismiss_nursery(self, at_once: bool = False) -> None:
         if self._nursery is None:
@@ -229,7 +232,7 @@ class _Shift:
                     for notice in self._notices:
                         worker.tell(notice)
                     worker.ask(task, self._notices[-1].serial, self._tasks[task]())
-                except (BrokenPipeError, ConnectionError):
+                except OSError:  # the line is cut
                     self._waiting.appendleft(task)
                     self._bury(place)
 
@@ -244,7 +247,7 @@ class _Shift:
             place = lines[connection]  # type: ignore[index]
             try:
                 self._hear(self._workers[place])
-            except (EOFError, ConnectionError):
+            except (EOFError, OSError):  # nothing, or half a message
                 self._bury(place)
 
     def _hear(self, worker: _Worker) -> None:

@@ -19,7 +19,8 @@ from handspan.core.data import Csr, FederatedData, Round
 from handspan.core.federation import draw_round, start
 from handspan.core.records import num_bytes
 from handspan.simulation.federation import Simulation
-from handspan.simulation.timing import Contest, EngineChoice, num_threads
+from handspan.simulation.threads import num_threads
+from handspan.simulation.timing import Contest, EngineChoice
 
 __all__ = ["EngineChoice", "choose_engine", "num_threads"]
 _BLOCKS_CPU = (4, 8, 16, 32, 64)
@@ -35,18 +36,26 @@ def choose_engine(
     engine: str = "auto",
     block_size: int | None = None,
     threads: int | None = None,
+    workers: int | None = None,
     cohort: int | float,
     rounds: int | None = None,
     seed: int = 0,
     name: str = "",
 ) -> EngineChoice:
-    """Settle engine, block size and threads; what is given is kept.
+    """Settle engine, block size, threads and workers; what is given is kept.
 
     ``rounds`` tells how long the run is: a short one is not worth much timing.
     """
     available = threads or torch.get_num_threads()
     on_gpu = not isinstance(data.x, Csr) and data.x.device.type == "cuda"
     size = block_size or (_STEADY_GPU if on_gpu else _STEADY_CPU)
+    if engine == "workers":
+        return EngineChoice(
+            engine=engine,
+            block_size=block_size or 1,
+            threads=threads or 1,
+            workers=workers or available,
+        )
     if engine not in ("auto", "steady"):
         return EngineChoice(engine=engine, block_size=size, threads=available)
     if isinstance(data.x, Csr) and any(s.sparse for p in algorithm.rounds for s in p.stages):
@@ -63,6 +72,7 @@ def choose_engine(
         len(round.ids),
         on_gpu,
         threads,
+        workers,
         available,
         block_size,
         num_bytes(state.server),
@@ -72,7 +82,8 @@ def choose_engine(
     if key not in _remembered:
         contest = Contest(algorithm, data, state.server, round, seed, rounds)
         sizes = (block_size,) if block_size else _BLOCKS_GPU if on_gpu else _BLOCKS_CPU
-        _remembered[key] = contest.decide(sizes, threads or 1, available)
+        processes = 1 if on_gpu else min(workers or available, len(round.ids))
+        _remembered[key] = contest.decide(sizes, threads or 1, available, processes)
     return _remembered[key]
 
 

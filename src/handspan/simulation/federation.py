@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,49 +16,15 @@ from handspan.core.data import Batch, ClientData, FederatedData, Population, Rou
 from handspan.core.federation import Costs, Exchanged, make_round
 from handspan.core.records import Empty, concatenate, map_tensors, num_bytes, take
 from handspan.simulation.about import client_data
-from handspan.simulation.loop import LoopExecutor, WireExecutor
-from handspan.simulation.plans import Block, Blocks, count_rows
+from handspan.simulation.batching import select_axis
+from handspan.simulation.executors import Executor, make_executor
+from handspan.simulation.plans import Blocks, count_rows
 from handspan.simulation.reduction import PartialSum, Postprocessor, Reduction
-from handspan.simulation.stacked import StackedExecutor, select_axis
 from handspan.simulation.store import ClientStore
-from handspan.simulation.tracing import Recorder
 from handspan.simulation.workers import WorkersExecutor, upload_bytes
 
-EXECUTORS: dict[str, Callable[..., Executor]] = {
-    "loop": LoopExecutor,
-    "stacked": StackedExecutor,
-    "wire": WireExecutor,
-}
 # Clients whose served models are alive at once during evaluation.
 _SERVED_TOGETHER = 64
-
-
-class Executor(Protocol):
-    """Runs blocks of clients."""
-
-    name: str
-    block_size: int
-    recorder: Recorder
-
-    def run(
-        self, phase: Phase, broadcast: Any, clients: Any, about: ClientData, block: Block
-    ) -> tuple[Any, Any]:
-        """New private records and uploads of a block, with a leading client axis."""
-        ...
-
-    def predict(
-        self,
-        function: Callable[[Any, Any, Any, Any], Tensor],
-        broadcast: Any,
-        clients: Any,
-        about: ClientData,
-        ids: Tensor,
-        rows: Any,
-        unbatched: frozenset[str],
-        per_client: frozenset[str] = frozenset(),
-    ) -> Tensor:
-        """Outputs for a split's rows of each client, joined in the clients' order."""
-        ...
 
 
 class Simulation:
@@ -104,11 +71,9 @@ class Simulation:
             num_examples=data.num_train,
             groups=data.groups,
         )
-        self.executor: Executor
-        if engine == "workers":
-            self.executor = WorkersExecutor(algorithm, data, seed, block_size, workers)
-        else:
-            self.executor = EXECUTORS[engine](data, algorithm.per_row, block_size)
+        self.executor: Executor = make_executor(
+            engine, algorithm, data, seed=seed, block_size=block_size, workers=workers
+        )
         self.store = store or ClientStore(self.initial, data.num_train, algorithm.per_row)
         self._post = tuple(postprocessors)
         self._lost = lost
@@ -141,7 +106,7 @@ class Simulation:
             return Exchanged(
                 reduction=None, costs=costs, abandoned=f"only {arrived} uploads arrived"
             )
-        if phase.cohort_update is not None and self.executor.name in ("stacked", "workers"):
+        if phase.cohort_update is not None and self.executor.is_stacked:
             reduction, size = self._flat(phase, broadcast, ids, weights)
         else:
             reduction, size = self._blocks(phase, broadcast, ids, weights, round)
@@ -174,18 +139,19 @@ class Simulation:
         # Sums may be made elsewhere where nobody has to see single uploads.
         shown = None if self._post or phase.reduce == "stack" else weights
         run = self.run_blocks(phase, broadcast, ids, int(round.index), weights=shown)
-        for part, states, uploads in run:
-            if isinstance(uploads, PartialSum):
-                reduction.add_sum(uploads)
-                size = uploads.num_bytes
-                continue
-            self.store.stage(part, states)
-            if uploads is None:  # their sum follows
-                continue
-            for post in self._post:
-                uploads = post.upload(uploads, part, round)
-            size = upload_bytes(phase, uploads)
-            reduction.add(part, uploads)
+        with closing(run):  # workers must not be kept waiting by a mistake made here
+            for part, states, uploads in run:
+                if isinstance(uploads, PartialSum):
+                    reduction.add_sum(uploads)
+                    size = uploads.num_bytes
+                    continue
+                self.store.stage(part, states)
+                if uploads is None:  # their sum follows
+                    continue
+                for post in self._post:
+                    uploads = post.upload(uploads, part, round)
+                size = upload_bytes(phase, uploads)
+                reduction.add(part, uploads)
         return reduction.result(), size
 
     def run_blocks(
@@ -196,7 +162,7 @@ class Simulation:
         index: int,
         clients: Any = None,
         weights: Tensor | None = None,
-    ) -> Iterator[tuple[Tensor, Any, Any]]:
+    ) -> Generator[tuple[Tensor, Any, Any], None, None]:
         """Run a phase for the given clients, block by block, in canonical order.
 
         Yields ids, private records and uploads. Where ``weights`` are given, a ``PartialSum`` may
@@ -313,8 +279,9 @@ class Simulation:
         round = make_round(index, ids, self.population)
         broadcast = phase.broadcast(server, round)
         costs = self._costs(phase, broadcast, ids)
-        for part, states, _ in self.run_blocks(phase, broadcast, ids, index):
-            self.store.stage(part, states)
+        with closing(self.run_blocks(phase, broadcast, ids, index)) as run:
+            for part, states, _ in run:
+                self.store.stage(part, states)
         self.store.commit()
         return costs
 

@@ -33,6 +33,7 @@ class LoopExecutor:
     """Runs ``client_update`` for each client of a block."""
 
     name = "loop"
+    is_stacked = False
 
     def __init__(self, data: FederatedData, per_row: frozenset[str], block_size: int = 32) -> None:
         self.data = data
@@ -215,7 +216,11 @@ class _Replayed:
         data = executor.data
         absent = ["y"] * (data.y is None) + ["side"] * (data.side is None)
         self._given = [name for name in field_names(Batch) if name not in absent]
-        self.stage = dataclasses.replace(stage, step=self.step, finish=self.finish)
+
+    @property
+    def stage(self) -> Stage:
+        """The stage; not kept here, since it holds this object."""
+        return dataclasses.replace(self._stage, step=self.step, finish=self.finish)
 
     def step(self, broadcast: Any, working: Any, given: list[Tensor]) -> Steps:
         """Make a step; between steps the working record is flat."""

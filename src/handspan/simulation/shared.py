@@ -147,10 +147,12 @@ class Line:
     """One end of a connection between two processes.
 
     Messages of a slot lie in one memory: the next one overwrites what the last one brought.
+    ``let_go`` is called when the other end has no more use for a memory.
     """
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, let_go: Callable[[], Any] = lambda: None) -> None:
         self.connection = Connection(descriptor)
+        self._let_go = let_go
         self._slots: dict[int, Memory] = {}
         self._told: set[str] = set()  # names of our memories that the other end maps
         self._known: dict[str, Memory] = {}  # those of the other end
@@ -190,6 +192,7 @@ class Line:
         name, size, content = self.connection.recv()
         while size == _LET_GO:
             self._known.pop(name, None)
+            self._let_go()
             name, size, content = self.connection.recv()
         if size:
             self._known[name] = Memory(size, reduction.recv_handle(self.connection))

@@ -33,6 +33,7 @@ class StackedExecutor:
     """Runs a block of clients by ``vmap`` over the functions written for one."""
 
     name = "stacked"
+    is_stacked = True
 
     def __init__(self, data: FederatedData, per_row: frozenset[str], block_size: int) -> None:
         self.data = data

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +16,7 @@ from handspan.core.data import FederatedData, Round
 from handspan.core.records import take
 from handspan.simulation.federation import Simulation
 from handspan.simulation.plans import step_counts
+from handspan.simulation.threads import num_threads
 from handspan.simulation.tracing import Unrecorded
 
 _SHORT, _LONG = 1, 4  # steps timed; their difference is free of what a phase costs once
@@ -29,6 +29,10 @@ _LEAST_GAIN_OF_THREADS = 1.1
 _QUICK = 1.0  # a run that plain steps finish in so many seconds is worth no timing
 _SHARE = 0.05  # of a run's time may be spent on timing
 _LEAST_SECONDS, _MOST_SECONDS = 0.3, 2.0  # though so much at least, and at most
+# Seconds that workers must be able to save: what it takes to start and to try them, twice.
+_LEAST_SAVED_BY_WORKERS = 6.0
+_TASKS_OF_A_WORKER = 4  # when they are tried
+_WARM_UPS = {"loop": 1, "stacked": 1, "workers": 3}  # some workers are later than others
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +43,8 @@ class EngineChoice:
     ----------
     engine, block_size, threads
         As chosen.
+    workers
+        Processes of the engine of that name.
     milliseconds
         Measured time of one client's round, for each candidate; empty where nothing was timed.
     """
@@ -46,22 +52,42 @@ class EngineChoice:
     engine: str
     block_size: int
     threads: int
+    workers: int = 1
     milliseconds: tuple[tuple[str, float], ...] = ()
 
     def __str__(self) -> str:
-        blocks = f" in blocks of {self.block_size}" if self.engine == "stacked" else ""
-        return f"{self.engine}{blocks}, {self.threads} thread{'s' * (self.threads > 1)}"
+        is_stacked = self.engine == "stacked" or (self.engine == "workers" and self.block_size > 1)
+        name = f"{self.workers} workers" if self.engine == "workers" else self.engine
+        blocks = f" in blocks of {self.block_size}" if is_stacked else ""
+        return f"{name}{blocks}, {self.threads} thread{'s' * (self.threads > 1)}"
 
+    @staticmethod
+    def told(description: Mapping[str, Any]) -> EngineChoice:
+        """Return what ``description`` described."""
+        names = ("engine", "block_size", "threads", "workers")
+        return EngineChoice(**{name: description[name] for name in names if name in description})
 
-@contextmanager
-def num_threads(count: int) -> Iterator[None]:
-    """Compute with so many threads, and restore the process's number afterwards."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+    def description(self, device: torch.device) -> dict[str, Any]:
+        """Say how a run is executed, in the words of its folder."""
+        return {
+            "engine": self.engine,
+            "block_size": self.block_size,
+            "threads": self.threads,
+            "workers": self.workers,
+            "device": device.type,
+            "torch": torch.__version__,
+        }
+
+    def simulation(self, algorithm: Algorithm, data: FederatedData, **options: Any) -> Simulation:
+        """Return a federation that runs this way."""
+        return Simulation(
+            algorithm,
+            data,
+            engine=self.engine,
+            block_size=self.block_size,
+            workers=self.workers,
+            **options,
+        )
 
 
 class Contest:
@@ -93,8 +119,8 @@ class Contest:
         self._steps: dict[str, float] = {}  # shortest step of a client so far, by phase
         self._begin, self._budget = 0.0, _MOST_SECONDS
 
-    def decide(self, sizes: Sequence[int], least: int, most: int) -> EngineChoice:
-        """Try the loop, alone and with more threads, then growing blocks while they help."""
+    def decide(self, sizes: Sequence[int], least: int, most: int, workers: int = 1) -> EngineChoice:
+        """Try the loop, alone and with more threads, growing blocks while they help, workers."""
         if self._rounds is not None:
             expected = self._rounds * self._plain_seconds(least)
             if expected < _QUICK:
@@ -105,9 +131,11 @@ class Contest:
         if most > least:
             self._try("loop", 32, most)
         self._try_blocks(sizes, least, most)
+        if workers > 1 and least == 1:
+            self._try_workers(workers)
         alone, chosen = self._best(least)
-        if alone > _LEAST_GAIN_OF_THREADS * self._best(most)[0]:
-            chosen = self._best(most)[1]
+        if alone > _LEAST_GAIN_OF_THREADS * self._best(most, workers)[0]:
+            chosen = self._best(most, workers)[1]
         measured = tuple((str(way), 1e3 * seconds) for seconds, way in self._timings)
         return dataclasses.replace(chosen, milliseconds=measured)
 
@@ -127,17 +155,33 @@ class Contest:
         if seconds < most * self._best(most)[0]:
             self._try("stacked", size, most)  # threads at most divide the time
 
-    def _best(self, threads: int) -> tuple[float, EngineChoice]:
-        """Fastest way so far that takes no more threads."""
-        known = [pair for pair in self._timings if pair[1].threads <= threads]
+    def _try_workers(self, workers: int) -> None:
+        """The loop inside, and the blocks that are fastest alone, where a long run repays it."""
+        seconds, way = self._best(1)
+        if self._rounds is not None:
+            total = self._rounds * len(self._round.ids) * seconds
+            if total * (1 - 1 / workers) < _LEAST_SAVED_BY_WORKERS:
+                return
+        self._try("workers", 1, 1, workers)
+        largest = len(self._round.ids) // workers  # everybody has a block
+        if way.engine == "stacked" and largest > 1:
+            self._try("workers", min(way.block_size, largest), 1, workers)
+
+    def _best(self, threads: int, workers: int = 1) -> tuple[float, EngineChoice]:
+        """Fastest way so far that takes no more threads and workers."""
+        known = [
+            pair
+            for pair in self._timings
+            if pair[1].threads <= threads and pair[1].workers <= workers
+        ]
         return min(known, key=lambda pair: pair[0])
 
     @property
     def _is_late(self) -> bool:
         return time.perf_counter() - self._begin > self._budget
 
-    def _try(self, engine: str, block_size: int, threads: int) -> float:
-        way = EngineChoice(engine=engine, block_size=block_size, threads=threads)
+    def _try(self, engine: str, block_size: int, threads: int, workers: int = 1) -> float:
+        way = EngineChoice(engine=engine, block_size=block_size, threads=threads, workers=workers)
         with num_threads(threads):
             seconds = self._time_client(way)
         self._timings.append((seconds, way))
@@ -158,13 +202,14 @@ class Contest:
     def _time_client(self, way: EngineChoice) -> float:
         """Seconds of one client's part of a round, from warm steps."""
         simulation = self._simulation(way)
-        ids, total = self._sample(way.block_size if way.engine == "stacked" else 4), 0.0
+        ids, total = self._sample(_clients(way)), 0.0
         for phase in self._algorithm.rounds:
             broadcast, short_phase = self._broadcast(phase, ids), _shortened(phase, _SHORT)
             steps = _mean_steps(phase, self._data, ids) / max(1, len(phase.stages))
             best = self._steps.get(phase.name, float("inf"))
             known = simulation.executor.recorder.num_recordings
-            short = _time(simulation, short_phase, broadcast, ids)  # wakes the threads up
+            for _ in range(_WARM_UPS[way.engine]):
+                short = _time(simulation, short_phase, broadcast, ids)
             is_recorded = simulation.executor.recorder.num_recordings == known
             if not is_recorded or short / len(ids) <= _HOPELESS * best:
                 short = _times(simulation, short_phase, broadcast, ids, way.threads)
@@ -182,13 +227,7 @@ class Contest:
         """Return a federation that runs this way; recordings serve any number of threads."""
         key = way.engine, way.block_size
         if key not in self._simulations:
-            made = Simulation(
-                self._algorithm,
-                self._data,
-                seed=self._seed,
-                engine=way.engine,
-                block_size=way.block_size,
-            )
+            made = way.simulation(self._algorithm, self._data, seed=self._seed)
             made.executor.recorder.record_at_once()  # warm: what a long run will replay
             self._simulations[key] = made
         return self._simulations[key]
@@ -207,6 +246,13 @@ class Contest:
         order = self._data.num_train[ids].argsort(stable=True)
         first = max(0, (len(ids) - count) // 2)
         return ids[order[first : first + count].sort().values]
+
+
+def _clients(way: EngineChoice) -> int:
+    """How many clients a way is tried on."""
+    if way.engine == "loop":
+        return 4
+    return way.block_size * (_TASKS_OF_A_WORKER * way.workers if way.engine == "workers" else 1)
 
 
 def _shortened(phase: Phase, steps: int) -> Phase:
@@ -240,8 +286,9 @@ def _times(
 
 
 def _time(simulation: Simulation, phase: Phase, broadcast: Any, ids: Tensor) -> float:
-    # What else the machine does must not count; but threads, and a GPU, have to be waited for.
+    # What else the machine does must not count; but others, and a GPU, have to be waited for.
     is_alone = torch.get_num_threads() == 1 and simulation.data.device.type == "cpu"
+    is_alone = is_alone and simulation.executor.name != "workers"
     clock = time.thread_time if is_alone else time.perf_counter
     begin = clock()
     for _ in simulation.run_blocks(phase, broadcast, ids, 0):

@@ -9,7 +9,9 @@ nursery has a single thread and has never computed anything, which is what makes
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -58,7 +60,8 @@ def _live(control: Connection, line: int, lifeline: int) -> None:
         control.close()
         threading.Thread(target=_end_with_parent, args=(lifeline,), daemon=True).start()
         torch.set_num_threads(1)
-        serve(Line(line))
+        gc.freeze()  # what is there before the first task stays, and need not be searched
+        serve(Line(line, gc.collect))  # cycles would keep large memory mapped
     except BaseException:
         traceback.print_exc()
     finally:
@@ -102,8 +105,18 @@ def _attempt(work: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     try:
         result = work.run(*arguments)
     except Exception as error:
-        return FAILED, error, traceback.format_exc()
+        return FAILED, _portable(error), traceback.format_exc()
     return DONE, result, time.perf_counter() - begin
+
+
+def _portable(error: Exception) -> Exception:
+    """Return the error, or one that says the same where it cannot travel."""
+    import cloudpickle
+
+    try:
+        return pickle.loads(cloudpickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
 
 
 if __name__ == "__main__":

@@ -187,8 +187,13 @@ class WorkersExecutor:
         self._phases: list[tuple[Phase, Notice]] = []
         self._down: Memory | None = None
         self._losses: dict[str, int] = {}
-        self._sent: list[Notice] = []  # for the finalizer, which must not hold this executor
+        self._sent: list[Notice | Memory] = []  # for the finalizer: must not hold this executor
         weakref.finalize(self, _retire, self._sent)
+
+    @property
+    def is_stacked(self) -> bool:
+        """Whether the engine inside stacks clients."""
+        return self.block_size > 1
 
     @property
     def recorder(self) -> Recorder:
@@ -209,8 +214,8 @@ class WorkersExecutor:
         self, phase: Phase, broadcast: Any, ids: Tensor, k: Tensor, read: Read, weights: Any
     ) -> Iterator[tuple[Tensor, Any, Any]]:
         """Run a phase for the given clients: ids, records and uploads, in canonical order."""
-        if weights is not None and int((weights > 0).sum()) < 2 * CHUNK * self.workers:
-            weights = None  # too few chunks to give everybody some
+        if weights is not None and not self._sums_there(phase, weights):
+            weights = None
         size = self._size(len(ids))
         exchange = Exchange(self._here, phase, broadcast, ids, k, size, weights)
         tasks = [partial(self._arguments, exchange, task, read) for task in exchange.tasks]
@@ -224,6 +229,11 @@ class WorkersExecutor:
                 yield part.ids, states, uploads
             if exchange.weights is not None:
                 yield ids[:0], None, PartialSum(total, size)
+
+    def _sums_there(self, phase: Phase, weights: Tensor) -> bool:
+        """Whether workers sum their uploads: where it moves no bit and everybody has chunks."""
+        is_one_product = self.is_stacked and phase.unbatched  # of a block, as it is cut
+        return not is_one_product and int((weights > 0).sum()) >= 2 * CHUNK * self.workers
 
     @staticmethod
     def _arguments(exchange: Exchange, task: tuple[int, int], read: Read) -> tuple[Any, ...]:
@@ -267,7 +277,7 @@ class WorkersExecutor:
                     yield work.run(*task())
             return
         begin, busy, aside = time.perf_counter(), 0.0, 0.0
-        notices = [self._job_notice(), *self._phase_notice(work), self._notice(work)]
+        notices = [*self._job_notices(), *self._phase_notice(work), self._notice(work)]
         for result, seconds in crew().run(self.workers, notices, tasks):
             busy += seconds
             paused = time.perf_counter()
@@ -279,15 +289,16 @@ class WorkersExecutor:
 
     # -- what workers are told ----------------------------------------------------------------
 
-    def _job_notice(self) -> Notice:
+    def _job_notices(self) -> list[Notice]:
+        here = self._here
+        if self._job is None and here.algorithm.needs_label_counts:
+            here.about(torch.tensor([0]))  # counts labels, once for all workers
+        data = _data_notice(here.data)
         if self._job is None:
-            here = self._here
-            if here.algorithm.needs_label_counts:
-                here.about(torch.tensor([0]))  # counts labels, once for all workers
             job = Job(here.algorithm, here.data, here.seed, here.block_size, self.recorder.fresh())
-            self._job = Notice.of(job)
+            self._job = Notice.of(job, refer=self._name)
             self._sent.append(self._job)
-        return self._job
+        return [data, self._job]
 
     def _phase_notice(self, work: Any) -> list[Notice]:
         """Tell of phases that are not the algorithm's own; each of them once."""
@@ -306,11 +317,15 @@ class WorkersExecutor:
         if memory is not None and memory is not self._down:
             if self._down is not None:
                 crew().retire(self._down)
+                self._sent.remove(self._down)
             self._down = memory
+            self._sent.append(memory)
         return notice
 
     def _name(self, value: Any) -> tuple[Any, ...] | None:
-        """Name of what workers know: the job, its algorithm, and phases."""
+        """Name of what workers know: data, the job, its algorithm, and phases."""
+        if value is self._here.data:
+            return (_data_notice(value).serial,)
         if self._job is None or not isinstance(value, Job | Algorithm | Phase):
             return None
         serial, algorithm = self._job.serial, self._here.algorithm
@@ -328,8 +343,19 @@ class WorkersExecutor:
         return (serial, "algorithm", "adapt") if value is algorithm.adapt else None
 
 
-def _retire(notices: list[Notice]) -> None:
-    crew().retire(*notices)
-    for notice in notices:
-        if notice.packed.memory is not None:
-            crew().retire(notice.packed.memory)
+_known_data: weakref.WeakKeyDictionary[FederatedData, Notice] = weakref.WeakKeyDictionary()
+
+
+def _data_notice(data: FederatedData) -> Notice:
+    """Tell of data: once, however many algorithms run on them."""
+    if data not in _known_data:
+        _known_data[data] = Notice.of(data)
+        weakref.finalize(data, _retire, [_known_data[data]])
+    return _known_data[data]
+
+
+def _retire(sent: list[Notice | Memory]) -> None:
+    """Let workers forget notices, and the memory in which they lie."""
+    for one in sent:
+        memory = one.packed.memory if isinstance(one, Notice) else None
+        crew().retire(*(part for part in (one, memory) if part is not None))

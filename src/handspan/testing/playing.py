@@ -18,7 +18,8 @@ from handspan.core import keys
 from handspan.core.algorithm import Algorithm, Phase, Stage, client_update
 from handspan.core.data import Batch, ClientData, Csr, FederatedData, Round
 from handspan.core.records import Empty, field_names, take, to_named
-from handspan.simulation.federation import Executor, Simulation
+from handspan.simulation.executors import Executor
+from handspan.simulation.federation import Simulation
 from handspan.simulation.loop import select_fields
 from handspan.simulation.plans import Block, Blocks, batch_rows, plan_stage
 from handspan.simulation.stacked import select_axis
