@@ -72,21 +72,77 @@ MUTATIONS: tuple[Mutation, ...] = (
     *_of(
         "fedrep",
         "methods/fedrep.py",
-        ("missing weight", _WEIGHT, 'weight=WEIGHTS["examples"],'),
+        ("missing weight", "weights=config.weights", 'weights="examples"'),
         (
             "blocks in the wrong order",
-            "[Stage(step=head_step, **personal), Stage(step=body_step, **shared)]",
-            "[Stage(step=body_step, **shared), Stage(step=head_step, **personal)]",
-        ),
-        (
-            "old head for the new one",
-            "lambda body: task.loss({**body, **k.head}, k.buffers, batch), k.shared",
-            "lambda body: task.loss({**k.shared, **k.head}, k.buffers, batch), k.shared",
+            "[(PERSONAL, personal), (SHARED, shared)]",
+            "[(SHARED, shared), (PERSONAL, personal)]",
         ),
         (
             "wrong step size of the head",
-            "k.head_velocity, b.head_learning_rate)",
-            "k.head_velocity, b.learning_rate)",
+            "personal_rate=config.head_learning_rate",
+            "personal_rate=None",
+        ),
+    ),
+    *_of(
+        "fedrep",
+        "numerics/partial.py",
+        ("one step size for both", "getattr(b, rates[part])", 'getattr(b, rates["shared"])'),
+    ),
+    *_of(
+        "fedper",
+        "methods/fedper.py",
+        ("missing weight", "weights=config.weights", 'weights="examples"'),
+        ("one part at a time", "[(BOTH, work.whole())]", "[(BOTH[:1], work.whole())]"),
+        ("a common start for all", "start=config.start", 'start="common"'),
+    ),
+    *_of(
+        "lgfedavg",
+        "methods/lgfedavg.py",
+        ("encoder and head swapped", "frozenset(setting.model.names) - shared", "shared"),
+        ("missing weight", "weights=config.weights", 'weights="examples"'),
+    ),
+    *_of(
+        "fedalt",
+        "methods/fedalt.py",
+        (
+            "the shared part first",
+            "[(PERSONAL, first), (SHARED, second)]",
+            "[(SHARED, first), (PERSONAL, second)]",
+        ),
+        ("no last pass", "last_pass=work.told(first, config.last_steps)", "last_pass=None"),
+        (
+            "wrong step size of v",
+            "personal_rate=config.personal_learning_rate",
+            "personal_rate=None",
+        ),
+    ),
+    *_of(
+        "fedsim",
+        "methods/fedsim.py",
+        (
+            "one part after the other",
+            "[(BOTH, work.whole())]",
+            "[(BOTH[:1], work.whole()), (BOTH[1:], work.whole())]",
+        ),
+        (
+            "wrong step size of v",
+            "personal_rate=config.personal_learning_rate",
+            "personal_rate=None",
+        ),
+        (
+            "the last pass of another length",
+            "last_pass=work.told(work.whole(), config.last_steps)",
+            "last_pass=work.told(work.whole(), None)",
+        ),
+    ),
+    *_of(
+        "fedsim",
+        "numerics/partial.py",
+        (
+            "the stale pair",
+            "lambda free: task.loss({**fixed, **free}",
+            "lambda free: task.loss({**b.shared, **fixed, **free, **b.shared}",
         ),
     ),
     *_of(

@@ -25,7 +25,7 @@ def test_fedrep_is_algorithm_1_of_its_paper(text, options, work):
     shared, heads = fedrep(*run.rows, models.gradient, run.start, HEAD, **run.work, **options)
     close(run.server.shared, shared)
     for i, head in enumerate(heads):
-        close({name: value[i] for name, value in run.clients.head.items()}, head)
+        close({name: value[i] for name, value in run.clients.personal.items()}, head)
 
 
 def test_steps_are_split_two_to_one_between_head_and_body():
@@ -40,10 +40,10 @@ def test_a_new_client_fits_its_head_with_the_body_fixed():
     i = int(run.data.num_train.argmax())
     run.simulation.adapt(run.server, torch.tensor([i]), 9)
     x, y = run.rows[0][i]
-    head = {k: v[i].numpy() for k, v in run.first_clients.head.items()}
+    head = {k: v[i].numpy() for k, v in run.first_clients.personal.items()}
     body = {k: v.numpy() for k, v in run.server.shared.items()}
     for _ in range(3):
         slope = models.gradient({**body, **head}, x, y)
         head = {name: head[name] - 0.2 * slope[name] for name in head}
-    close({name: value[i] for name, value in run.clients.head.items()}, head)
+    close({name: value[i] for name, value in run.clients.personal.items()}, head)
     assert run.simulation.store.written.nonzero().flatten().tolist() == [i]

@@ -115,31 +115,6 @@ def test_pflmf_of_rank_one_with_v_fixed_at_one_is_federated_sgd():
     assert bool((simulation.store.read(torch.arange(11)).coordinates == 1).all())
 
 
-class AllHead(ToyTask):
-    head = ("head.bias", "head.weight", "hidden.bias", "hidden.weight")
-
-
-class NoHead(ToyTask):
-    head = ()
-
-
-def test_fedrep_with_everything_in_the_head_is_local():
-    full = LocalWork(steps=3, batch_size=None, learning_rate=0.2, sgd=Sgd(momentum=0.5))
-    rep = trained("fedrep:personal_steps=3", work=full, task=AllHead())
-    alone = trained("local", work=full, task=AllHead())
-    ids = torch.arange(11)
-    compare(rep[1].store.read(ids).head, alone[1].store.read(ids).params, 1e-12, "all head")
-    compare(served(rep), served(alone), 1e-12, "served")
-
-
-def test_fedrep_without_head_is_fedavg_with_uniform_weights():
-    full = LocalWork(steps=3, batch_size=None, learning_rate=0.2, sgd=Sgd(momentum=0.5))
-    rep = trained("fedrep:shared_steps=3", work=full, task=NoHead())
-    avg = trained("fedavg:weights=uniform", work=full, task=NoHead())
-    compare(rep[0].server.shared, params(avg[0].server), 1e-12, "no head")
-    compare(served(rep), served(avg), 1e-12, "served")
-
-
 @pytest.mark.parametrize(
     "name", [name for name, method in methods().items() if method.problem == "labels"]
 )

@@ -4,9 +4,9 @@ Objective (Eq. 3)
     min over phi of  1/n sum_i  min over h_i of  f_i(h_i o phi)
 
 Map
-    Alg. 1, client, head loop             head_step   tau_h steps on the head, body fixed
-    Alg. 1, client, representation loop   body_step   tau_phi steps on the body, NEW head fixed
-    Alg. 1, server                        combine     unweighted mean over the cohort
+    Alg. 1, client, head loop             Split.step     tau_h steps on the head, body fixed
+    Alg. 1, client, representation loop   Split.step     tau_phi steps on the body, NEW head fixed
+    Alg. 1, server                        Split.combine  unweighted mean over the cohort
 
 Deviations
     Steps as well as epochs. By default N local steps are split 2:1 between head and body, so that
@@ -21,18 +21,11 @@ References
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-from torch import Tensor
-
-from handspan.core.algorithm import WEIGHTS, Algorithm, Model, Phase, Reduced, Stage
-from handspan.core.data import Batch, ClientData, Population, Round
-from handspan.core.errors import HandspanError
+from handspan.core.algorithm import WEIGHTS, Algorithm
 from handspan.core.method import Method, MethodConfig, Setting
-from handspan.core.records import Params, Record
-from handspan.core.task import value_and_grad
-from handspan.numerics.averaging import copies, parts
 from handspan.numerics.local_work import LocalWork
+from handspan.numerics.partial import PERSONAL, SHARED, Split, split_names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,159 +43,24 @@ class FedRepConfig(MethodConfig):
 
     def __post_init__(self) -> None:
         """Refuse unknown choices."""
-        if self.weights not in WEIGHTS:
-            raise HandspanError(f"weights must be uniform or examples, not {self.weights!r}")
+        self.one_of("weights", WEIGHTS)
         self.at_least("personal_steps", 1)
         self.at_least("shared_steps", 1)
         self.at_least("head_learning_rate", 0)
 
 
-class FedRepServer(Record):
-    """The shared representation phi."""
-
-    shared: Params
-    buffers: Params
-
-
-class FedRepBroadcast(Record):
-    """The representation and the round's step sizes."""
-
-    shared: Params
-    buffers: Params
-    learning_rate: Tensor
-    head_learning_rate: Tensor
-
-
-class FedRepClient(Record):
-    """The client's head h_i."""
-
-    head: Params
-
-
-class FedRepWorking(Record):
-    """Head and body in local training, with the momentum of the block that moves."""
-
-    head: Params
-    shared: Params
-    buffers: Params
-    head_velocity: Params
-    shared_velocity: Params
-
-
-class FedRepUpload(Record):
-    """The locally trained representation."""
-
-    shared: Params
-    buffers: Params
-
-
 def build(setting: Setting, config: FedRepConfig) -> Algorithm:
-    """Compose the algorithm."""
-    task = setting.model
+    """Compose the algorithm; the head is the last layer, weights and bias."""
+    return assemble(setting, config, split_names(setting.model, "head", "head"))
+
+
+def assemble(setting: Setting, config: FedRepConfig, head: frozenset[str]) -> Algorithm:
+    """Compose the algorithm for given names of the head; none, or all, is for tests."""
     work: LocalWork = setting.work
-    sgd = work.sgd
     personal, shared = work.split(config.personal_steps, config.shared_steps)
-
-    def init_server(key: Tensor, population: Population) -> FedRepServer:
-        params, buffers = task.init(key)
-        return FedRepServer(shared=parts(params, task.head)[1], buffers=buffers)
-
-    def init_client(key: Tensor, data: ClientData) -> FedRepClient:
-        head = parts(task.init(key)[0], task.head)[0]
-        return FedRepClient(head=copies(head, len(data.num)))
-
-    def broadcast(server: FedRepServer, round: Round) -> FedRepBroadcast:
-        return FedRepBroadcast(
-            shared=server.shared,
-            buffers=server.buffers,
-            learning_rate=work.rate(round, setting.rounds, setting.scalar),
-            head_learning_rate=work.rate(
-                round, setting.rounds, setting.scalar, config.head_learning_rate
-            ),
-        )
-
-    def begin(b: FedRepBroadcast, client: FedRepClient, data: ClientData) -> FedRepWorking:
-        return FedRepWorking(
-            head=client.head,
-            shared=b.shared,
-            buffers=b.buffers,
-            head_velocity=sgd.start(client.head),
-            shared_velocity=sgd.start(b.shared),
-        )
-
-    def head_step(b: FedRepBroadcast, k: FedRepWorking, batch: Batch) -> FedRepWorking:
-        _, _, gradient = value_and_grad(
-            lambda head: task.loss({**k.shared, **head}, k.buffers, batch), k.head
-        )
-        head, velocity = sgd.step(k.head, gradient, k.head_velocity, b.head_learning_rate)
-        return FedRepWorking(
-            head=head,
-            shared=k.shared,
-            buffers=k.buffers,
-            head_velocity=velocity,
-            shared_velocity=k.shared_velocity,
-        )
-
-    def body_step(b: FedRepBroadcast, k: FedRepWorking, batch: Batch) -> FedRepWorking:
-        _, buffers, gradient = value_and_grad(
-            lambda body: task.loss({**body, **k.head}, k.buffers, batch), k.shared
-        )
-        body, velocity = sgd.step(k.shared, gradient, k.shared_velocity, b.learning_rate)
-        return FedRepWorking(
-            head=k.head,
-            shared=body,
-            buffers=buffers,
-            head_velocity=k.head_velocity,
-            shared_velocity=velocity,
-        )
-
-    def end(
-        b: FedRepBroadcast, k: FedRepWorking, data: ClientData
-    ) -> tuple[FedRepClient, FedRepUpload]:
-        return FedRepClient(head=k.head), FedRepUpload(shared=k.shared, buffers=k.buffers)
-
-    def end_adapt(
-        b: FedRepBroadcast, k: FedRepWorking, data: ClientData
-    ) -> tuple[FedRepClient, Any]:
-        return FedRepClient(head=k.head), None
-
-    def combine(server: FedRepServer, reduction: Reduced, round: Round) -> FedRepServer:
-        mean = reduction.mean(like=FedRepUpload(shared=server.shared, buffers=server.buffers))
-        return FedRepServer(shared=mean.shared, buffers=mean.buffers)
-
-    def model(b: FedRepBroadcast, client: FedRepClient) -> Model:
-        return Model(params={**b.shared, **client.head}, buffers=b.buffers)
-
-    stages = [Stage(step=head_step, **personal), Stage(step=body_step, **shared)]
-    if not task.head:  # nothing personal: FedAvg with uniform weights
-        stages = stages[1:]
-    elif set(task.head) == set(task.names):  # nothing shared: Local
-        stages = stages[:1]
-    return Algorithm(
-        name="fedrep",
-        init_server=init_server,
-        init_client=init_client,
-        rounds=(
-            Phase(
-                name="train",
-                broadcast=broadcast,
-                begin=begin,
-                stages=tuple(stages),
-                end=end,
-                combine=combine,
-                weight=WEIGHTS[config.weights],
-                infers="gradients of the body: inversion attacks apply, the head is not shown",
-            ),
-        ),
-        adapt=Phase(
-            name="adapt",
-            broadcast=broadcast,
-            begin=begin,
-            stages=(Stage(step=head_step, **work.adapting()),),
-            end=end_adapt,
-        ),
-        model=model,
-    )
+    split = Split(setting=setting, personal=head, personal_rate=config.head_learning_rate)
+    schedule = [(PERSONAL, personal), (SHARED, shared)]  # the body with the NEW head
+    return split.algorithm("fedrep", schedule, weights=config.weights)
 
 
 METHOD = Method(

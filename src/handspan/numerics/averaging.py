@@ -168,15 +168,17 @@ def parts(params: Params, names: tuple[str, ...] | frozenset[str]) -> tuple[Para
 
 
 def chosen_names(task: Task, which: str, setting: str) -> tuple[str, ...]:
-    """Names of the parameters that a setting means: ``all``, ``head``, or a pattern of names."""
-    if which == "head":
-        return tuple(task.head)
-    names = task.names if which == "all" else tuple(n for n in task.names if fnmatch(n, which))
-    if not names:
-        raise HandspanError(
-            f"{setting}={which!r} matches no parameter; there are {', '.join(task.names)}"
-        )
-    return names
+    """Names of the parameters that a setting means: ``all``, ``head``, patterns joined by ``+``."""
+    found: set[str] = set()
+    for pattern in which.split("+"):
+        names = {n for n in task.names if pattern == "all" or fnmatch(n, pattern)}
+        names = set(task.head) if pattern == "head" else names
+        if not names and pattern != "head":
+            raise HandspanError(
+                f"{setting}={which!r} matches no parameter; there are {', '.join(task.names)}"
+            )
+        found |= names
+    return tuple(name for name in task.names if name in found)
 
 
 def as_float(value: float, like: Params) -> Tensor:

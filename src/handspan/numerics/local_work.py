@@ -71,6 +71,12 @@ class LocalWork:
         """Return the options of the stage in which a new client fits its private part."""
         return {"steps": self.adapt_steps, "epochs": None, "batch_size": self.batch_size}
 
+    def told(self, usual: dict[str, Any], steps: int | None) -> dict[str, Any] | None:
+        """Return the options of a stage that lasts as usual, unless told otherwise; 0 is none."""
+        if steps is None:
+            return usual
+        return {"steps": steps, "epochs": None, "batch_size": self.batch_size} if steps else None
+
     def split(
         self,
         personal_steps: int | None = None,

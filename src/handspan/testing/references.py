@@ -16,11 +16,13 @@ from handspan.core import keys
 from handspan.core.algorithm import Algorithm
 from handspan.core.data import FederatedData, Rows
 from handspan.core.federation import RunState, draw_round, run
+from handspan.core.method import Setting
 from handspan.core.records import Params
 from handspan.core.task import Task
 from handspan.numerics.local_work import LocalWork
-from handspan.registry import parse
+from handspan.registry import MethodSpec, parse
 from handspan.simulation.federation import Simulation
+from handspan.testing.case import numbers
 from handspan.testing.playing import Unrecorded, step_rows
 from handspan.testing.toys import problem
 
@@ -41,6 +43,8 @@ class Reference:
         Of the run.
     data, task
         Other rows and another model than those of the toy problem.
+    build
+        (MethodSpec, Setting) -> Algorithm, where it is not the registry's.
     options
         Of the toy problem.
     """
@@ -56,6 +60,7 @@ class Reference:
         engine: str = "loop",
         data: FederatedData | None = None,
         task: Task | None = None,
+        build: Callable[[MethodSpec, Setting], Algorithm] = MethodSpec.build,
         **options: Any,
     ) -> None:
         self.spec = parse(text)
@@ -68,7 +73,7 @@ class Reference:
             self.data, self.setting = data, dataclasses.replace(self.setting, **counts)
         if task is not None:
             self.setting = dataclasses.replace(self.setting, task=task)
-        self.algorithm = self.spec.build(self.setting)
+        self.algorithm = build(self.spec, self.setting)
         self.simulation = Simulation(self.algorithm, self.data, seed=seed, engine=engine)
         self.simulation.executor.recorder = Unrecorded()
         self.key = keys.key(seed, "init")
@@ -106,6 +111,11 @@ class Reference:
         return self.algorithm.init_server(self.key, self.simulation.population)
 
     @property
+    def served(self) -> Tensor:
+        """Outputs of all clients' models on their test rows."""
+        return numbers(self.state, self.simulation, self.setting.task)["outputs"]
+
+    @property
     def start(self) -> Arrays:
         """The task's first parameters."""
         return arrays(self.setting.model.init(self.key)[0])
@@ -136,7 +146,7 @@ class Reference:
 
 def oracle_batches(algorithm: Algorithm, data: FederatedData, seed: int) -> OracleBatches:
     """Give the rows of the engines' plans in the form that the oracles take."""
-    phases = {phase.name: phase for phase in algorithm.rounds}
+    phases = {phase.name: phase for phase in (*algorithm.rounds, *algorithm.personal)}
 
     def batches(round: int, phase: str, stage: int, client: int) -> list[NDArray[np.int64]]:
         rows, _ = step_rows(data, phases[phase], stage, client, round=round, seed=seed)

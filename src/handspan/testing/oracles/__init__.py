@@ -35,8 +35,9 @@ Arguments that the modules share:
     ``"examples"``: the mean over the cohort weighted by numbers of rows; ``"uniform"``: plain.
 
 Modules: `models` (losses and gradients), `local`, `fedavg` (with server optimisers, and inside
-given groups), `fedprox`, `scaffold`, `finetune`, `fedrep`, `pflmf`, `ifca`, `perfedsi`, `fedmgs`,
-and `palm` (the centralised counterpart of `fedmgs`).
+given groups), `fedprox`, `scaffold`, `finetune`, `fedrep`, `fedper`, `lgfedavg`, `fedalt`,
+`fedsim`, `pflmf`, `ifca`, `perfedsi`, `fedmgs`, and `palm` (the centralised counterpart of
+`fedmgs`).
 
 Examples
 --------
@@ -53,12 +54,16 @@ Examples
 """
 
 __all__ = [
+    "fedalt",
     "fedavg",
     "fedmgs",
+    "fedper",
     "fedprox",
     "fedrep",
+    "fedsim",
     "finetune",
     "ifca",
+    "lgfedavg",
     "local",
     "models",
     "palm",
