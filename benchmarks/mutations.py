@@ -79,6 +79,11 @@ MUTATIONS: tuple[Mutation, ...] = (
             "[(SHARED, shared), (PERSONAL, personal)]",
         ),
         (
+            "epochs of the other block",
+            "personal_epochs=config.personal_epochs",
+            "personal_epochs=config.shared_epochs",
+        ),
+        (
             "wrong step size of the head",
             "personal_rate=config.head_learning_rate",
             "personal_rate=None",

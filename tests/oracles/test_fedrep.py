@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from handspan.core.errors import HandspanError
 from handspan.numerics.local_work import LocalWork
 from handspan.numerics.optim import Sgd
 from handspan.testing.oracles import models
@@ -13,6 +14,8 @@ CASES = (
     (":weights=examples", {"weights": "examples"}, None),
     (":head_learning_rate=0.05", {"head_learning_rate": 0.05}, None),
     (":personal_steps=4:shared_steps=2", {}, None),
+    (":personal_epochs=2:shared_epochs=1", {}, LocalWork(batch_size=3, sgd=Sgd(momentum=0.5))),
+    (":personal_epochs=2:shared_steps=3", {}, None),
     ("", {}, LocalWork(steps=6, batch_size=3, sgd=Sgd(momentum=0.5))),
     ("", {}, LocalWork(epochs=1, batch_size=4, sgd=Sgd(momentum=0.5, nesterov=True))),
     ("", {}, LocalWork(steps=3, batch_size=None, sgd=Sgd(weight_decay=0.1))),
@@ -32,6 +35,16 @@ def test_steps_are_split_two_to_one_between_head_and_body():
     run = Reference("fedrep", LocalWork(steps=6, batch_size=2))
     stages = run.algorithm.rounds[0].stages
     assert [stage.steps for stage in stages] == [4, 2]
+
+
+def test_blocks_take_epochs_of_their_own():
+    run = Reference("fedrep:personal_epochs=2:shared_epochs=1", LocalWork(steps=6, batch_size=2))
+    stages = run.algorithm.rounds[0].stages
+    assert [(stage.epochs, stage.steps) for stage in stages] == [(2, None), (1, None)]
+    with pytest.raises(HandspanError, match="either personal_steps or personal_epochs"):
+        Reference("fedrep:personal_epochs=2:personal_steps=1")
+    with pytest.raises(HandspanError, match="shared_epochs must be at least 1"):
+        Reference("fedrep:shared_epochs=0")
 
 
 def test_a_new_client_fits_its_head_with_the_body_fixed():

@@ -36,6 +36,10 @@ class FedRepConfig(MethodConfig):
     """Head steps tau_h of a round; two thirds of the local steps by default."""
     shared_steps: int | None = None
     """Representation steps tau_phi of a round; one third of the local steps by default."""
+    personal_epochs: int | None = None
+    """Head epochs of a round, instead of steps (the paper's tables: 10)."""
+    shared_epochs: int | None = None
+    """Representation epochs of a round, instead of steps (the paper's tables: 1 or 5)."""
     head_learning_rate: float | None = None
     """Step size of the head; that of the run by default."""
     weights: str = "uniform"
@@ -44,8 +48,8 @@ class FedRepConfig(MethodConfig):
     def __post_init__(self) -> None:
         """Refuse unknown choices."""
         self.one_of("weights", WEIGHTS)
-        self.at_least("personal_steps", 1)
-        self.at_least("shared_steps", 1)
+        for name in ("personal_steps", "shared_steps", "personal_epochs", "shared_epochs"):
+            self.at_least(name, 1)
         self.at_least("head_learning_rate", 0)
 
 
@@ -57,7 +61,12 @@ def build(setting: Setting, config: FedRepConfig) -> Algorithm:
 def assemble(setting: Setting, config: FedRepConfig, head: frozenset[str]) -> Algorithm:
     """Compose the algorithm for given names of the head; none, or all, is for tests."""
     work: LocalWork = setting.work
-    personal, shared = work.split(config.personal_steps, config.shared_steps)
+    personal, shared = work.split(
+        config.personal_steps,
+        config.shared_steps,
+        personal_epochs=config.personal_epochs,
+        shared_epochs=config.shared_epochs,
+    )
     split = Split(setting=setting, personal=head, personal_rate=config.head_learning_rate)
     schedule = [(PERSONAL, personal), (SHARED, shared)]  # the body with the NEW head
     return split.algorithm("fedrep", schedule, weights=config.weights)

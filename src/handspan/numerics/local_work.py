@@ -82,29 +82,36 @@ class LocalWork:
         personal_steps: int | None = None,
         shared_steps: int | None = None,
         default: tuple[int, int] = (10, 5),
+        *,
+        personal_epochs: int | None = None,
+        shared_epochs: int | None = None,
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the options of the personal and the shared stage: N steps go 2:1.
 
         With epochs each block gets all of them. What a method is told explicitly comes first.
         """
-        epochs = None
+        pair: tuple[int | None, int | None] = default
         if self.epochs is not None:
-            epochs, pair = self.epochs, (None, None)
+            pair = (None, None)
         elif self.steps is not None:
             personal = max(1, round(2 * self.steps / 3))
             pair = (personal, max(1, self.steps - personal))
-        else:
-            pair = default
+        return (
+            self._block("personal", personal_steps, personal_epochs, pair[0]),
+            self._block("shared", shared_steps, shared_epochs, pair[1]),
+        )
 
-        def block(told: int | None, steps: int | None) -> dict[str, Any]:
-            chosen = steps if told is None else told
-            return {
-                "steps": chosen,
-                "epochs": epochs if chosen is None else None,
-                "batch_size": self.batch_size,
-            }
-
-        return block(personal_steps, pair[0]), block(shared_steps, pair[1])
+    def _block(
+        self, name: str, told_steps: int | None, told_epochs: int | None, steps: int | None
+    ) -> dict[str, Any]:
+        """Return the options of one stage: as told, or so many steps, or the epochs of the run."""
+        if told_steps is not None and told_epochs is not None:
+            raise HandspanError(f"give either {name}_steps or {name}_epochs, not both")
+        if told_epochs is not None:
+            return {"steps": None, "epochs": told_epochs, "batch_size": self.batch_size}
+        chosen = steps if told_steps is None else told_steps
+        epochs = self.epochs if chosen is None else None
+        return {"steps": chosen, "epochs": epochs, "batch_size": self.batch_size}
 
     def rate(
         self, round: Round, rounds: int, like: Tensor, learning_rate: float | None = None
