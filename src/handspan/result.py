@@ -18,29 +18,53 @@ from handspan.core.errors import HandspanError
 from handspan.core.federation import RunState
 from handspan.core.records import take
 from handspan.simulation.engine import EngineChoice, num_threads
-from handspan.simulation.federation import Simulation
+from handspan.simulation.federation import Simulation, personal_outputs
+from handspan.simulation.loop import select_fields
+
+
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    """One client, ready to be asked: its personal phases have run."""
+
+    algorithm: Algorithm
+    task: Any
+    broadcast: Any
+    client: Any
+    side: Tensor | None
+
+    @property
+    def model(self) -> Model:
+        """Parameters of its model."""
+        if self.algorithm.model is None:
+            raise HandspanError(
+                f"{self.algorithm.name} serves no single model, it mixes the outputs of several: "
+                "ask for predictions"
+            )
+        return self.algorithm.model(self.broadcast, self.client)
+
+    def outputs(self, rows: Tensor) -> Tensor:
+        """Outputs for rows that are scaled as the training rows were."""
+        with torch.no_grad():
+            return personal_outputs(
+                self.algorithm, self.task, self.broadcast, self.client, rows, self.side
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptedClient:
-    """A client that took no part in training, with its fitted model.
+    """A client that took no part in training, with its fitted model."""
 
-    Attributes
-    ----------
-    model
-        Its parameters.
-    """
-
-    model: Model
-    _task: Any
+    _served: Served
     _transform: Any
-    _side: Tensor | None
+
+    @property
+    def model(self) -> Model:
+        """Its parameters."""
+        return self._served.model
 
     def predict(self, x: Any) -> Tensor:
         """Outputs for rows given as they stand in the source."""
-        rows = self._transform(x)
-        with torch.no_grad():
-            return self._task.predict(self.model.params, self.model.buffers, rows, self._side)
+        return self._served.outputs(self._transform(x))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,19 +106,13 @@ class Result:
     def personal_model(self, client: int) -> Model:
         """Parameters of the model that serves a client."""
         self._check(client)
-        return self._served(self.simulation, client)
+        return self._served(self.simulation, client).model
 
     def predict(self, client: int, x: Any) -> Tensor:
         """Outputs of a client's model for rows given as they stand in the source."""
-        model = self.personal_model(client)
-        side = self.problem.data.side
-        with num_threads(self.choice.threads), torch.no_grad():
-            return self.problem.task.predict(
-                model.params,
-                model.buffers,
-                self.transform(x),
-                None if side is None else side[client],
-            )
+        self._check(client)
+        with num_threads(self.choice.threads):
+            return self._served(self.simulation, client).outputs(self.transform(x))
 
     def transform(self, x: Any) -> Tensor:
         """Scale rows as the training rows were scaled."""
@@ -168,13 +186,8 @@ class Result:
         only = torch.tensor([0])
         with num_threads(self.choice.threads):
             simulation.adapt(self.state.server, only, self.state.round)
-            model = self._served(simulation, 0)
-        return AdaptedClient(
-            model=model,
-            _task=problem.task,
-            _transform=self.transform,
-            _side=None if side_row is None else side_row[0],
-        )
+            served = self._served(simulation, 0)
+        return AdaptedClient(_served=served, _transform=self.transform)
 
     def algorithm(self, steps: int | None = None) -> Algorithm:
         """Return the method; with ``steps``, one whose new clients fit their part with so many."""
@@ -204,13 +217,19 @@ class Result:
             )
         return torch.from_numpy(row.astype("float64")).to(known)
 
-    def _served(self, simulation: Simulation, client: int) -> Model:
-        algorithm = simulation.algorithm
-        if algorithm.model is None:
+    def _served(self, simulation: Simulation, client: int) -> Served:
+        algorithm, side = simulation.algorithm, simulation.data.side
+        if algorithm.model is None and algorithm.predict is None:
             raise HandspanError(f"{algorithm.name} has no personal models")
-        ids = torch.tensor([client])
+        ids, per_client = torch.tensor([client]), algorithm.serving[2]
         for _, broadcast, mine in simulation.serve(self.state.server, ids, self.state.round):
-            return algorithm.model(broadcast, take(mine, 0))
+            return Served(
+                algorithm=algorithm,
+                task=self.problem.task,
+                broadcast=select_fields(broadcast, per_client, lambda field: take(field, 0)),
+                client=take(mine, 0),
+                side=None if side is None else side[client],
+            )
         raise AssertionError("a served client is always in a block")
 
     def _check(self, client: int) -> None:

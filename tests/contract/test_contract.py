@@ -16,6 +16,7 @@ VARIANTS = {
         "fedavg:server_optimizer=yogi:server_learning_rate=0.1",
         "fedavg:server_momentum=0.5:weights=uniform",
     ),
+    "fedbasis": ("fedbasis:num_bases=2:mean=shares", "fedbasis:num_bases=3:upload=rank_one"),
     "ifca": ("ifca:k=2:upload=sum",),
     "l2gd": ("l2gd:pull_probability=0.7",),
     "scaffold": ("scaffold:option=I",),
@@ -36,18 +37,18 @@ WORKS = {
 WORKED = {"nesterov": "pflmf:rank=2", "full batch": "fedrep", "weight decay": "fedrep+ft"}
 
 
+@functools.cache
+def case(text: str, work: str = "") -> Case:
+    return Case(text, work=WORKS[work] if work else None, seed=SEEDS.get(text, SEED))
+
+
 def texts() -> list[str]:
     found = []
     for name, method in methods().items():
         found += [name, *VARIANTS.get(name, ())]
-        if method.problem == "labels":
+        if method.problem == "labels" and case(name).algorithm.predict is None:
             found.append(f"{name}+ft:ft_steps=3")
     return found
-
-
-@functools.cache
-def case(text: str, work: str = "") -> Case:
-    return Case(text, work=WORKS[work] if work else None, seed=SEEDS.get(text, SEED))
 
 
 @pytest.mark.parametrize("check", CHECKS)

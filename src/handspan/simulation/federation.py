@@ -291,7 +291,7 @@ class Simulation:
         """Outputs of the personal models on a split, block by block, in the order of ids."""
         _, unbatched, per_client = self.algorithm.serving
 
-        outputs = partial(_personal_outputs, self.algorithm, task)
+        outputs = partial(personal_outputs, self.algorithm, task)
         for part, broadcast, mine in self.serve(server, ids, index):
             with torch.no_grad():
                 yield (
@@ -349,9 +349,10 @@ class Simulation:
 
 
 # Not closures in the methods above: those would take the whole federation along to workers.
-def _personal_outputs(
+def personal_outputs(
     algorithm: Algorithm, task: Any, broadcast: Any, client: Any, x: Any, side: Any
 ) -> Tensor:
+    """Outputs for rows of one client whose personal phases have run."""
     if algorithm.predict is not None:
         return algorithm.predict(broadcast, client, x, side)
     assert algorithm.model is not None

@@ -23,7 +23,7 @@ Params = dict[str, Array]
 Labels = NDArray[np.integer]
 
 
-def _features(params: Params, x: Array) -> Array:
+def features(params: Params, x: Array) -> Array:
     """Give the input of the head, (rows, h); x itself where there is no hidden layer."""
     if "hidden.weight" not in params:
         return x
@@ -33,7 +33,7 @@ def _features(params: Params, x: Array) -> Array:
 def _with_side(params: Params, x: Array, z: Array) -> Array:
     """Append the encoding of the side information to the features of every row, (rows, h + s)."""
     code = params["side.weight"] @ z + params["side.bias"]  # W(z) of Eq. (3), linear
-    return np.concatenate([_features(params, x), np.tile(code, (len(x), 1))], axis=1)
+    return np.concatenate([features(params, x), np.tile(code, (len(x), 1))], axis=1)
 
 
 def _cross_entropy(logits: Array, y: Labels) -> float:
@@ -59,20 +59,20 @@ def _hidden_gradient(params: Params, x: Array, slope: Array) -> Params:
     """Back-propagate a slope by the features, (rows, h), to the hidden layer, if there is one."""
     if "hidden.weight" not in params:
         return {}
-    slope = slope * (1.0 - _features(params, x) ** 2)  # tanh' = 1 - tanh^2
+    slope = slope * (1.0 - features(params, x) ** 2)  # tanh' = 1 - tanh^2
     return {"hidden.weight": slope.T @ x, "hidden.bias": slope.sum(axis=0)}
 
 
 def _gradient_from(params: Params, x: Array, slope: Array) -> Params:
     """Back-propagate a slope by the outputs, (rows, c), to every parameter."""
-    result = {"head.weight": slope.T @ _features(params, x), "head.bias": slope.sum(axis=0)}
+    result = {"head.weight": slope.T @ features(params, x), "head.bias": slope.sum(axis=0)}
     result.update(_hidden_gradient(params, x, slope @ params["head.weight"]))
     return result
 
 
 def predict(params: Params, x: Array) -> Array:
     """Compute the logits (or the outputs of a regression) of every row, (rows, c)."""
-    return _features(params, x) @ params["head.weight"].T + params["head.bias"]
+    return features(params, x) @ params["head.weight"].T + params["head.bias"]
 
 
 def loss(params: Params, x: Array, y: Labels) -> float:
