@@ -425,19 +425,19 @@ MUTATIONS: tuple[Mutation, ...] = (
         "simulation/reduction.py",
         (
             "missing weight",
-            "(weights.to(flat.device) @ flat)",
-            "(torch.ones_like(weights).to(flat.device) @ flat)",
+            "(weights @ flat)",
+            "(torch.ones_like(weights) @ flat)",
         ),
         ("unsent uploads counted", "if not bool(sent.all()):", "if False:"),
     ),
     *_of(
         "shared",
         "simulation/plans.py",
-        ("padding counts", "real = (place < size.view(-1, 1, 1)) &", "real = (place < width) &"),
+        ("padding counts", "real = (place < size.unsqueeze(2)) &", "real = (place < width) &"),
         (
             "every pass alike",
-            'keys.fold(k.unsqueeze(1), "pass", torch.arange(passes))',
-            'keys.fold(k.unsqueeze(1), "pass", 0 * torch.arange(passes))',
+            'keys.fold(k.unsqueeze(1), "pass", torch.arange(passes, device=k.device))',
+            'keys.fold(k.unsqueeze(1), "pass", 0 * torch.arange(passes, device=k.device))',
         ),
     ),
     *_of(
@@ -466,8 +466,20 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     *_of(
         "shared",
-        "simulation/stacked.py",
+        "simulation/steps.py",
         ("missing step mask", "is_partial = active < needed", "is_partial = False"),
+    ),
+    *_of(
+        "shared",
+        "simulation/captured.py",
+        ("finished clients go on", "            self._save(active)\n", "            pass\n"),
+        ("values settle one by one", "value.clone() if", "value if"),
+        ("rows of the first step", "self.now[: len(turn), -turn.shape[1] :].copy_(turn)", "pass"),
+        (
+            "memory of a former block",
+            "            place[:size].copy_(leaf)\n",
+            "            pass\n",
+        ),
     ),
     *_of(
         "shared",

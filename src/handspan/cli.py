@@ -81,6 +81,7 @@ BlockSize = Annotated[str | None, _option("clients per block of the stacked engi
 Workers = Annotated[str | None, _option("processes of the workers engine (default: cores)")]
 Device = Annotated[str | None, _option("auto, cpu or cuda (default auto)")]
 Dtype = Annotated[str | None, _option("float32 or float64")]
+Precision = Annotated[str | None, _option("products on a GPU: float32 or tf32")]
 Threads = Annotated[str | None, _option("threads of the tensor operations")]
 Store = Annotated[str | None, _option("where private records live: memory or disk")]
 Checkpoint = Annotated[str | None, _option("seconds between checkpoints (default 2)")]
@@ -155,6 +156,7 @@ def run(
     block_size: BlockSize = None,
     device: Device = None,
     dtype: Dtype = None,
+    precision: Precision = None,
     threads: Threads = None,
     workers: Workers = None,
     store: Store = None,
@@ -220,6 +222,7 @@ def compare(
     block_size: BlockSize = None,
     device: Device = None,
     dtype: Dtype = None,
+    precision: Precision = None,
     threads: Threads = None,
     workers: Workers = None,
     adapt_steps: AdaptSteps = None,

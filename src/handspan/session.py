@@ -22,6 +22,7 @@ from handspan.result import Result
 from handspan.runs import RunFolder
 from handspan.simulation.engine import EngineChoice, choose_engine, num_threads
 from handspan.simulation.federation import Simulation
+from handspan.simulation.precision import precision
 from handspan.simulation.store import ClientStore
 
 Progress = Callable[[int, int, dict[str, Any]], None]
@@ -47,7 +48,7 @@ def execute(
     elif problem.options.store == "disk":
         raise HandspanError("store=disk keeps private records in the run folder: give --out")
     choice = _choice(problem, stored)
-    with num_threads(choice.threads):
+    with num_threads(choice.threads), precision(problem.options.precision):
         if folder is not None and stored is None:
             folder.create({**config, "engine": choice.description(problem.setting.device)})
             folder.append_timing({"calibration_ms": dict(choice.milliseconds)})

@@ -39,11 +39,15 @@ def key(seed: int, *names: str | int) -> Tensor:
 
 
 def fold(k: Tensor, *coordinates: str | int | Tensor) -> Tensor:
-    """Derive new keys; a tensor coordinate (client ids, say) gives one key per entry."""
+    """Derive new keys; a tensor coordinate (client ids, say) gives one key per entry.
+
+    Keys are made where the tensors are; a key on the CPU is one number for all of them.
+    """
     for coordinate in coordinates:
         if isinstance(coordinate, str):
             coordinate = zlib.crc32(coordinate.encode())
-        k = mix(k ^ mix(torch.as_tensor(coordinate, dtype=torch.int64, device=k.device)))
+        mixed = mix(torch.as_tensor(coordinate, dtype=torch.int64))
+        k = mix(k ^ (mixed.to(k.device) if mixed.dim() and k.dim() else mixed))
     return k
 
 

@@ -128,4 +128,4 @@ class LocalWork:
         elif self.schedule == "cosine":
             factor = 0.5 * (1 + torch.cos(torch.pi * index / max(1, rounds)))
         factor = torch.where(round.index < rounds, factor, 1.0)
-        return (base * factor).to(like)
+        return (base * factor).to(like, non_blocking=True)  # nobody waits for the GPU

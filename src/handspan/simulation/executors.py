@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from handspan.core.algorithm import Algorithm, Phase
@@ -23,6 +24,7 @@ class Executor(Protocol):
     is_stacked: bool
     block_size: int
     recorder: Recorder
+    plans_on: torch.device  # where plans are made
 
     def run(
         self, phase: Phase, broadcast: Any, clients: Any, about: ClientData, block: Block

@@ -178,7 +178,8 @@ class Simulation:
         if isinstance(self.executor, WorkersExecutor):
             yield from self.executor.run_blocks(phase, broadcast, ids, k, read, weights)
             return
-        for block in Blocks(phase, ids, self.data, k, self.executor.block_size):
+        size, device = self.executor.block_size, self.executor.plans_on
+        for block in Blocks(phase, ids, self.data, k, size, device=device):
             received = select_axis(broadcast, phase.per_client, torch.searchsorted(ids, block.ids))
             about = self.about(block.ids)
             yield block.ids, *self.executor.run(phase, received, read(block.ids), about, block)

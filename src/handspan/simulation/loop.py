@@ -40,6 +40,7 @@ class LoopExecutor:
         self.per_row = per_row
         self.block_size = block_size
         self.recorder = Recorder()
+        self.plans_on = torch.device("cpu")  # which row is where is looked up one by one
         self._flat: tuple[Any, list[Tensor], Any] | None = None
 
     def run(
@@ -90,7 +91,7 @@ class LoopExecutor:
         start = int(self.data.offsets[client])
         base = int(self.data.span(stage.rows)[0][client])
         steps = int(plan.num_steps[j])
-        step_keys = plan.keys[j].unbind()
+        step_keys = plan.keys[j].to(self.data.device).unbind()
         part = _record_part if stage.sparse else _parts
         if plan.is_constant:  # consecutive rows: a view instead of a copy
             count = int(plan.weight[j, 0].sum())
@@ -169,7 +170,8 @@ def make_batch(
         device=x.values.device if isinstance(x, Csr) else x.device,
     )
     y = None if data.y is None else data.y[place]
-    return Batch(x=x, y=y, weight=weight, key=torch.tensor(0), rows=rows, side=side)
+    key = torch.tensor(0)  # each step gets its own
+    return Batch(x=x, y=y, weight=weight, key=key, rows=rows.to(weight.device), side=side)
 
 
 def float_type(data: FederatedData) -> torch.dtype:

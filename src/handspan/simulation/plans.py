@@ -35,9 +35,11 @@ class StagePlan:
     keys
         (c, steps) key of each step.
     num_steps
-        (c,) steps of each client.
+        (c,) steps of each client, on the CPU.
     is_constant
         Whether all steps see the same rows: then the second axis has length 1.
+    is_full
+        (steps or 1,) whether no row of a step is padding; on the CPU.
     """
 
     rows: Tensor
@@ -45,6 +47,19 @@ class StagePlan:
     keys: Tensor
     num_steps: Tensor
     is_constant: bool
+    is_full: Tensor
+
+    def select(self, index: Tensor) -> StagePlan:
+        """Plans of the clients at ``index``, which are the same clients in another order."""
+        there = index.to(self.rows.device, non_blocking=True)
+        return StagePlan(
+            self.rows[there],
+            self.weight[there],
+            self.keys[there],
+            self.num_steps[index],
+            self.is_constant,
+            self.is_full,
+        )
 
     @property
     def steps(self) -> int:
@@ -54,7 +69,11 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class Block:
-    """Clients that run together, and their plans, one per stage."""
+    """Clients that run together, and their plans, one per stage.
+
+    Ids and counts are on the CPU, where shapes are decided; the plans' numbers are where the
+    rows are.
+    """
 
     ids: Tensor
     num: Tensor  # (c,) training rows
@@ -92,41 +111,52 @@ def plan_stage(stage: Stage, num: Tensor, base: Tensor, k: Tensor, width: int) -
     Parameters
     ----------
     num, base
-        (c,) rows of each client that the stage may use, and where they begin.
+        (c,) rows of each client that the stage may use, and where they begin; on the CPU.
     k
-        (c,) keys.
+        (c,) keys; the plan is made on their device, with the same numbers on all.
     width
         Padded rows of a batch, at least that of every client.
     """
     count, size = step_counts(stage, num), batch_rows(stage, num)
-    step_keys = keys.fold(k.unsqueeze(1), torch.arange(max(1, int(count.max()))))
-    place = torch.arange(width)
-    if bool((size == num).all()):  # every batch holds all rows: stored order
-        real = place < num.unsqueeze(1)
-        rows = torch.where(real, place, 0) + base.unsqueeze(1)
-        return StagePlan(rows.unsqueeze(1), real.unsqueeze(1), step_keys, count, True)
-    longest = int(num.max())
+    is_whole, longest, steps = size == num, int(num.max()), max(1, int(count.max()))
     per_pass = (num + size.clamp(min=1) - 1) // size.clamp(min=1)
     passes = int(((count + per_pass - 1) // per_pass.clamp(min=1)).max())
-    order = _permutations(k, num, passes, longest, size == num)
-    step = torch.arange(int(count.max()))
-    turn = step // per_pass.clamp(min=1).unsqueeze(1)  # (c, steps): which pass
-    first = (step - turn * per_pass.unsqueeze(1)) * size.unsqueeze(1)
+    is_full = _are_full(num, size, per_pass, steps, width)
+    sizes = torch.stack([num, base, size, per_pass, is_whole.long()])
+    num, base, size, per_pass, whole = sizes.to(k.device, non_blocking=True).unsqueeze(2)
+    step = torch.arange(steps, device=k.device)
+    place = torch.arange(width, device=k.device)
+    step_keys = keys.fold(k.unsqueeze(1), step)
+    if bool(is_whole.all()):  # every batch holds all rows: stored order
+        real = place < num
+        rows = torch.where(real, place, 0) + base
+        return StagePlan(rows.unsqueeze(1), real.unsqueeze(1), step_keys, count, True, is_full[:1])
+    order = _permutations(k, num, passes, longest, whole.bool())
+    turn = step // per_pass.clamp(min=1)  # (c, steps): which pass
+    first = (step - turn * per_pass) * size
     position = first.unsqueeze(2) + place  # (c, steps, width)
-    real = (place < size.view(-1, 1, 1)) & (position < num.view(-1, 1, 1))
+    real = (place < size.unsqueeze(2)) & (position < num.unsqueeze(2))
     index = torch.where(real, turn.clamp(max=passes - 1).unsqueeze(2) * longest + position, 0)
     rows = order.gather(1, index.flatten(1)).view_as(index)
-    rows = torch.where(real, rows, 0) + base.view(-1, 1, 1)
-    return StagePlan(rows, real, step_keys, count, False)
+    rows = torch.where(real, rows, 0) + base.unsqueeze(2)
+    return StagePlan(rows, real, step_keys, count, False, is_full)
+
+
+def _are_full(num: Tensor, size: Tensor, per_pass: Tensor, steps: int, width: int) -> Tensor:
+    """Which steps have no padding: all clients fill the width, and none is at its last batch."""
+    if not bool((size == width).all()):
+        return torch.zeros(steps, dtype=torch.bool)
+    turn = torch.arange(steps) % per_pass.unsqueeze(1)
+    return ((turn + 1) * width <= num.unsqueeze(1)).all(0)
 
 
 def _permutations(k: Tensor, num: Tensor, passes: int, longest: int, in_order: Tensor) -> Tensor:
     """Fresh permutation of each client's rows for each pass, (c, passes * longest)."""
-    place = torch.arange(longest)
-    pass_keys = keys.fold(k.unsqueeze(1), "pass", torch.arange(passes))
+    place = torch.arange(longest, device=k.device)
+    pass_keys = keys.fold(k.unsqueeze(1), "pass", torch.arange(passes, device=k.device))
     draw = keys.bits(pass_keys, (longest,)) & _LARGEST
-    draw = torch.where(in_order.view(-1, 1, 1), place, draw)
-    draw = torch.where(place < num.view(-1, 1, 1), draw, _LARGEST)  # padding goes last
+    draw = torch.where(in_order.unsqueeze(2), place, draw)
+    draw = torch.where(place < num.unsqueeze(2), draw, _LARGEST)  # padding goes last
     return draw.argsort(dim=2, stable=True).flatten(1)
 
 
@@ -170,6 +200,8 @@ class Blocks:
         Clients of a block.
     ends
         Where blocks end in any case: numbers of clients, in the order of the blocks.
+    device
+        Where plans are made; on the CPU by default.
     """
 
     def __init__(
@@ -180,8 +212,9 @@ class Blocks:
         k: Tensor,
         block_size: int,
         ends: Sequence[int] = (),
+        device: torch.device | None = None,
     ) -> None:
-        self._phase, self._data, self._key = phase, data, k
+        self._phase, self._data, self._key, self._device = phase, data, k, device
         self._spans = [data.span(stage.rows) for stage in phase.stages]
         self.parts: list[Part] = []
         num, first = data.num_train[ids], 0
@@ -207,12 +240,13 @@ class Blocks:
 
     def __getitem__(self, index: int) -> Block:
         part = self.parts[index]
+        ids = part.ids.to(self._device or part.ids.device, non_blocking=True)
         plans = tuple(
             plan_stage(
                 stage,
                 count[part.ids],
                 base[part.ids],
-                keys.fold(self._key, self._phase.name, place, part.ids),
+                keys.fold(self._key, self._phase.name, place, ids),
                 width,
             )
             for place, (stage, (base, count), width) in enumerate(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from handspan.core.algorithm import Phase, Reduced, Stacked
 from handspan.core.data import Round
-from handspan.core.records import concatenate, map_tensors, take
+from handspan.core.records import concatenate, map_tensors, take, tensors
 
 CHUNK = 32  # uploads that are added at once
 
@@ -76,6 +76,8 @@ class Reduction:
         if self._phase.reduce == "stack":
             self._all.append((ids, uploads))
             return
+        if leaves := tensors(uploads):
+            weights = weights.to(leaves[0].device, non_blocking=True)
         self._pending.append(uploads)
         self._pending_weights.append(weights)
         self._pending_count += len(ids)
@@ -130,6 +132,6 @@ def _sum(phase: Phase, uploads: Any, weights: Tensor) -> Any:
 
     def add(stacked: Tensor) -> Tensor:
         flat = stacked.reshape(len(weights), -1).to(torch.float64)
-        return (weights.to(flat.device) @ flat).view(stacked.shape[1:])
+        return (weights @ flat).view(stacked.shape[1:])
 
     return map_tensors(add, uploads)

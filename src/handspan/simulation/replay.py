@@ -78,6 +78,8 @@ class Replay:
         Overwrites the arguments in ``owned``.
     owned
         State arguments whose new values no other tensor shares, by position in the state.
+    used
+        Positions of the arguments that matter.
     num_operations
         How long it is.
     """
@@ -87,6 +89,7 @@ class Replay:
         self._nodes: list[fx.Node] = list(module.graph.nodes)
         self._index = {node: position for position, node in enumerate(self._nodes)}
         self._places = [node for node in self._nodes if node.op == "placeholder"]
+        self.used = frozenset(j for j, place in enumerate(self._places) if place.users)
         self.num_operations = sum(node.op == "call_function" for node in self._nodes)
         self._pure = not any(map(is_mutable, self._nodes))
         self.owned = self._find_owned() if state else frozenset()

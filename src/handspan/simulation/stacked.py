@@ -14,8 +14,8 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from handspan.core.algorithm import Phase, Stage
-from handspan.core.data import Batch, ClientData, Csr, FederatedData
-from handspan.core.records import take
+from handspan.core.data import ClientData, Csr, FederatedData
+from handspan.core.records import map_tensors, take
 from handspan.simulation.batching import (
     expand,
     fit_rows,
@@ -24,9 +24,12 @@ from handspan.simulation.batching import (
     in_order,
     select_axis,
 )
-from handspan.simulation.loop import LoopExecutor, float_type
+from handspan.simulation.captured import CapturedClients, Stations
+from handspan.simulation.graphs import CudaGraphs
+from handspan.simulation.loop import LoopExecutor
 from handspan.simulation.plans import Block, StagePlan, groups
-from handspan.simulation.tracing import Recorder, Steps
+from handspan.simulation.steps import Batches, BlockStep, Clients, batch_names
+from handspan.simulation.tracing import Recorder
 
 
 class StackedExecutor:
@@ -40,6 +43,10 @@ class StackedExecutor:
         self.per_row = per_row
         self.block_size = block_size
         self.recorder = Recorder()
+        self.plans_on = data.device
+        self.stations: Stations | None = None
+        if data.device.type == "cuda":
+            self.stations = Stations(data, CudaGraphs())
         self._one_by_one = LoopExecutor(data, per_row, block_size)
 
     def run(
@@ -50,9 +57,10 @@ class StackedExecutor:
             # Compressed rows cannot be stacked; phases with much work on them have a flat twin.
             return self._one_by_one.run(phase, broadcast, clients, about, block)
         size = len(block.ids)
+        about = map_tensors(lambda t: t.to(self.data.device, non_blocking=True), about)
         if size == 1:  # some kernels take another path for a single client: run it twice
             pair = torch.tensor([0, 0])
-            plans = tuple(map(_twice, block.plans))
+            plans = tuple(plan.select(pair) for plan in block.plans)
             twice = Block(block.ids[pair], block.num[pair], plans, block.longest)
             copies = (select_axis(broadcast, phase.per_client, pair), take(clients, pair))
             states, uploads = self.run(phase, *copies, take(about, pair), twice)
@@ -95,16 +103,17 @@ class StackedExecutor:
         block: Block,
     ) -> Any:
         """Run the steps of one stage; clients that have finished drop out."""
-        plan = block.plans[index]
+        plan, ids = block.plans[index], block.ids
         order = plan.num_steps.argsort(descending=True, stable=True)
         is_sorted = bool((order == torch.arange(len(order))).all())
         if not is_sorted:
-            working, plan = take(working, order), _reorder(plan, order)
-            broadcast = select_axis(broadcast, None, order, phase.unbatched)
-            about = take(about, order)
-        start = self.data.offsets[block.ids[order]]
-        batches = _Batches(self.data, stage, plan, start, about)
-        clients = _Clients(phase, stage, index, broadcast, working, batches, self.recorder)
+            plan, ids = plan.select(order), ids[order]
+            there = order.to(self.data.device, non_blocking=True)
+            working, about = take(working, there), take(about, there)
+            broadcast = select_axis(broadcast, None, there, phase.unbatched)
+        names = batch_names(self.data, about)
+        step = BlockStep(phase, stage, index, broadcast, working, names)
+        clients = self._clients(stage, step, plan, ids, about)
         counts = plan.num_steps.tolist()
         active = len(counts)
         for t in range(plan.steps):
@@ -112,7 +121,19 @@ class StackedExecutor:
                 active -= 1
             clients.step(t, active)
         working = clients.working()
-        return working if is_sorted else take(working, order.argsort())
+        if is_sorted:
+            return working
+        return take(working, order.argsort().to(self.data.device, non_blocking=True))
+
+    def _clients(
+        self, stage: Stage, step: BlockStep, plan: StagePlan, ids: Tensor, about: ClientData
+    ) -> Clients | CapturedClients:
+        if self.stations is not None:
+            found = self.stations.clients(stage, step, plan, ids, about, self.recorder)
+            if found is not None:
+                return found
+        batches = Batches(self.data, stage, plan, ids, about)
+        return Clients(step, batches, self.recorder, len(ids))
 
     def predict(
         self,
@@ -147,135 +168,3 @@ class StackedExecutor:
             kept = real[: len(group)].to(outputs.device)
             parts.append((group, outputs[: len(group)][kept]))
         return in_order(parts, count)
-
-
-class _Batches:
-    """Batches of a block's stage, as bare fields."""
-
-    def __init__(
-        self, data: FederatedData, stage: Stage, plan: StagePlan, start: Tensor, about: ClientData
-    ) -> None:
-        self._data, self._side, self._is_constant = data, about.side, plan.is_constant
-        # A client without rows of this kind may begin behind the last row of all.
-        start = torch.where(plan.num_steps > 0, start, -plan.rows[:, 0, 0])
-        self._place = (plan.rows + start.view(-1, 1, 1)).unbind(1)
-        self._rows = plan.rows.unbind(1)
-        x = data.x.values if isinstance(data.x, Csr) else data.x
-        real = plan.weight.to(x.device, float_type(data))
-        self._weight = real.unbind(1)
-        self._keys = plan.keys.to(x.device).unbind(1)
-        self.is_full = plan.weight.all(2).all(0).tolist()  # of each step: no padding
-        self.is_common = plan.rows.shape[2] == stage.batch_size
-        self.names = ("x", "y", "weight", "key", "rows", "side")
-        absent = {"y"} if data.y is None else set()
-        absent |= {"side"} if about.side is None else set()
-        self.names = tuple(name for name in self.names if name not in absent)
-        self._last: tuple[int, list[Tensor]] | None = None
-
-    def get(self, t: int, size: int) -> tuple[list[Tensor], bool]:
-        """Fields of step t for the first clients, and whether no row is padding."""
-        key, turn = self._keys[t][:size], 0 if self._is_constant else t
-        if not self._is_constant or self._last is None or self._last[0] != size:
-            x, y = gather(self._data, self._place[turn][:size])
-            side = None if self._side is None else self._side[:size]
-            fields = (x, y, self._weight[turn][:size], key, self._rows[turn][:size], side)
-            self._last = size, [field for field in fields if field is not None]
-        given = self._last[1]
-        given[self.names.index("key")] = key
-        return given, self.is_full[turn]
-
-
-class _Clients:
-    """A block's clients in one stage, their working state kept as flat tensors between steps."""
-
-    def __init__(
-        self,
-        phase: Phase,
-        stage: Stage,
-        index: int,
-        broadcast: Any,
-        working: Any,
-        batches: _Batches,
-        recorder: Recorder,
-    ) -> None:
-        shared, self._dims, self._broadcast_spec = flatten(broadcast, phase.unbatched, ())
-        state, self._working_spec = pytree.tree_flatten(working)
-        self._first, self._second = len(shared), len(shared) + len(state)
-        self._phase, self._stage, self._batches = phase, stage, batches
-        self._size = self._whole = len(batches.get(0, 1 << 60)[0][0])
-        dims = (*self._dims, *[0] * (len(state) + len(batches.names)))
-        mapped = torch.vmap(self._flat, in_dims=dims, randomness="error")
-        name = (phase.name, index, stage.step)
-        self._steps = Steps(recorder, name, mapped, shared, state)
-        self._done: list[list[Tensor]] = []
-
-    def step(self, t: int, active: int) -> None:
-        """Step t; clients behind the first ``active`` keep their state."""
-        needed = _round_up(active, self._whole)
-        if needed < self._size:
-            self._narrow(needed)
-        given, is_full = self._batches.get(t, needed)
-        is_partial = active < needed
-        old = self._steps.state
-        self._steps.run(
-            given,
-            (needed, is_full),
-            weight=self._batches.names.index("weight") if is_full else None,
-            is_common=self._batches.is_common,
-            keep=is_partial,
-        )
-        if is_partial:
-            pairs = zip(self._steps.state, old, strict=True)
-            self._steps.replace([torch.cat([a[:active], b[active:]]) for a, b in pairs])
-
-    def _flat(self, *leaves: Tensor) -> list[Tensor]:
-        fields = dict(zip(self._batches.names, leaves[self._second :], strict=True))
-        batch = Batch(**{"y": None, **fields})
-        working = self._stage.step(
-            pytree.tree_unflatten(leaves[: self._first], self._broadcast_spec)[0],
-            pytree.tree_unflatten(leaves[self._first : self._second], self._working_spec),
-            batch,
-        )
-        outputs, spec = pytree.tree_flatten(working)
-        if spec != self._working_spec:
-            raise TypeError(f"a step of phase {self._phase.name!r} changed its working record")
-        return outputs
-
-    def _narrow(self, size: int) -> None:
-        """Go on with the first clients only."""
-        self._size = size
-        self._done.append([leaf[size:] for leaf in self._steps.state])
-        self._steps.state = [leaf[:size] for leaf in self._steps.state]
-        self._steps.shared = [
-            leaf if dim is None else leaf[:size]
-            for leaf, dim in zip(self._steps.shared, self._dims, strict=True)
-        ]
-
-    def working(self) -> Any:
-        """Return the working record, finished clients included."""
-        leaves = self._steps.state
-        for finished in reversed(self._done):
-            leaves = [torch.cat(pair) for pair in zip(leaves, finished, strict=True)]
-        return pytree.tree_unflatten(leaves, self._working_spec)
-
-
-def _round_up(active: int, size: int) -> int:
-    """Block size for so many active clients: few different ones, so that recordings are reused."""
-    needed = 2
-    while needed < active:
-        needed *= 2
-    return min(needed, size)
-
-
-def _twice(plan: StagePlan) -> StagePlan:
-    return _reorder(plan, torch.tensor([0, 0]))
-
-
-def _reorder(plan: StagePlan, order: Tensor) -> StagePlan:
-    return StagePlan(
-        plan.rows[order],
-        plan.weight[order],
-        plan.keys[order],
-        plan.num_steps[order],
-        plan.is_constant,
-    )

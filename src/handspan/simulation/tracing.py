@@ -60,6 +60,7 @@ class Recorder:
         state: range = range(0),
         constants: Mapping[int, Tensor] | None = None,
         is_common: bool = False,
+        calls: int = 1,
     ) -> Replay | None:
         """Return a recording of ``function(*leaves)``, or None as long as plain calls do.
 
@@ -73,13 +74,15 @@ class Recorder:
             Leaves that are the same in all calls of such shapes, by position.
         is_common
             Whether the shapes are known to come again and again.
+        calls
+            How many calls of the function this stands for.
         """
         signature = (name, tuple([(leaf.shape, leaf.dtype) for leaf in leaves]))
         recording = self._recordings.get(signature)
         if recording is not None:
             return recording
         is_common = is_common and name not in self._long
-        calls = self._calls[signature] = self._calls.get(signature, 0) + 1
+        calls = self._calls[signature] = self._calls.get(signature, 0) + calls
         if calls <= self._patience and not is_common:
             return None
         recording = record(function, leaves, state=state, constants=constants, fuse=is_common)

@@ -167,6 +167,7 @@ class WorkersExecutor:
     """Runs the blocks of an exchange in worker processes."""
 
     name = "workers"
+    plans_on = torch.device("cpu")
 
     def __init__(
         self,
