@@ -3,6 +3,7 @@
 import itertools
 
 import pytest
+from torch import nn
 
 import handspan
 from handspan.comparison.budget import Budget, Estimate, is_met, nearest_to, read_equal, revise
@@ -13,6 +14,12 @@ METHODS = [
     "pflmf:rank=2", "pflmf:rank=2:participation=bernoulli",
 ]  # fmt: skip
 ENGINE = {"engine": "loop", "threads": 1}
+
+
+@pytest.fixture
+def terms(terms):
+    """A linear model is all head: it leaves fedrep nothing to share."""
+    return {**terms, "model": nn.Sequential(nn.Linear(5, 2), nn.Linear(2, 3))}
 
 
 def spent(row, unit):

@@ -52,5 +52,5 @@ def test_fine_tuning_sends_and_stores_nothing():
     run, base = Reference("fedrep+ft:ft_steps=2"), Reference("fedrep")
     list(run.simulation.serve(run.server, torch.arange(11), 4))
     close(run.server.shared, arrays(base.server.shared), 0)
-    close(run.clients.head, arrays(base.clients.head), 0)
+    close(run.clients.personal, arrays(base.clients.personal), 0)
     assert run.state.costs == base.state.costs
