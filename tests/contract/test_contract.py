@@ -16,7 +16,7 @@ VARIANTS = {
         "fedavg:server_optimizer=yogi:server_learning_rate=0.1",
         "fedavg:server_momentum=0.5:weights=uniform",
     ),
-    "fedbasis": ("fedbasis:num_bases=2:mean=shares", "fedbasis:num_bases=3:upload=rank_one"),
+    "fedbasis": ("fedbasis:num_bases=2:mean=clients:upload=rank_one",),
     "ifca": ("ifca:k=2:upload=sum",),
     "l2gd": ("l2gd:pull_probability=0.7",),
     "scaffold": ("scaffold:option=I",),

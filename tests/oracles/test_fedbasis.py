@@ -14,17 +14,17 @@ from handspan.testing.oracles.fedbasis import fedbasis
 from handspan.testing.references import Reference, arrays, close
 
 NESTEROV = Sgd(momentum=0.5, nesterov=True)
-SMALL = {"share_learning_rate": 0.7, "temperature": 0.2}
+SOFT = {"share_learning_rate": 0.7, "temperature": 0.5}
 CASES = {
     "the default": ("", {}, None),
-    "sharp shares with momentum": (
-        ":share_learning_rate=0.7:temperature=0.2",
-        SMALL,
+    "softer shares with momentum": (
+        ":share_learning_rate=0.7:temperature=0.5",
+        SOFT,
         LocalWork(steps=6, batch_size=3, sgd=Sgd(momentum=0.5)),
     ),
-    "means weighted by shares": (
-        ":mean=shares:temperature=1",
-        {"mean": "shares", "temperature": 1},
+    "means weighted by clients": (
+        ":mean=clients:temperature=1",
+        {"mean": "clients", "temperature": 1},
         LocalWork(epochs=1, batch_size=4, sgd=NESTEROV),
     ),
     "equal shares at the start of each round": (":start=uniform", {"start": "uniform"}, None),
@@ -52,7 +52,7 @@ def test_fedbasis_equals_the_literal_computation_with_whole_local_bases(case):
 
 def test_the_bases_start_around_the_start_of_fedavg():
     near = Reference("fedbasis:num_bases=3:spread=0.1").first_server.bases
-    run = Reference("fedbasis:num_bases=3")
+    run = Reference("fedbasis:num_bases=3:spread=1")
     far, start = run.first_server.bases, run.start
     fresh = run.setting.model.init(keys.fold(run.key, "basis", 2))[0]
     for name in start:
@@ -82,7 +82,10 @@ def starting_at(run, first_client=None, **server):
 
 def test_free_shares_are_pflmf_of_rank_k():
     work = LocalWork(steps=6, batch_size=3, learning_rate=0.1, sgd=Sgd(momentum=0.5))
-    ours = Reference("fedbasis:num_bases=3:shares=free:weights=uniform", work)
+    ours = Reference(
+        "fedbasis:num_bases=3:shares=free:mean=clients:weights=uniform:share_learning_rate=0.1",
+        work,
+    )
     theirs = Reference("pflmf:rank=3:v_for_basis=new", work)
     same, algorithm = ours.first_server.bases, theirs.algorithm
 
@@ -97,7 +100,7 @@ def test_free_shares_are_pflmf_of_rank_k():
 
 
 def test_wholly_sharp_shares_are_fedavg_inside_groups():
-    text = "fedbasis:num_bases=3:spread=0:share_learning_rate=0:temperature=1e-6:mean=shares"
+    text = "fedbasis:num_bases=3:spread=0:share_learning_rate=0:temperature=1e-6"
     run = Reference(text)
     groups, record = [i % 3 for i in range(11)], type(run.first_clients)
 
@@ -132,7 +135,7 @@ def test_a_new_client_learns_its_shares_and_nothing_else():
 
 @pytest.mark.parametrize(
     "setting",
-    ["num_bases=0", "temperature=0", "mean=shares:shares=free", "start=last", "spread=-1"],
+    ["num_bases=0", "temperature=0", "shares=free", "start=last", "spread=-1"],
 )
 def test_settings_out_of_range_are_refused(setting):
     with pytest.raises(HandspanError):

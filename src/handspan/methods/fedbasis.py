@@ -8,7 +8,7 @@ Map
     coefficients   share_step   SGD on psi_i alone, the bases frozen
     sharpening     start_bases  alpha_i = softmax(psi_i / T), fixed from here on
     bases          basis_step   SGD on all v_k, with gradient alpha_i[k] grad f_i(theta_i)
-    server         combine      mean of each v_k
+    server         combine      weighted mean of each v_k
 
 Identity
     With alpha fixed, steps of size eta on all v_k keep v_k + alpha[k] D: they are steps of size
@@ -18,10 +18,11 @@ Deviations
     Only abstracts of the paper could be read: objective, state and the single served model are
     its own, the rest is a design. psi_i goes on from its last value (``start=uniform``: from 0).
     Sharpening with T < 1 acts in the basis steps alone, against bases that collapse into one; the
-    served shares are softmax(psi_i), which is what was fitted. The means take the weight p_i
-    (``mean=shares``: p_i alpha_i[k], normalised for each k). Bases start as v_k = theta_0 +
-    spread (theta_k - theta_0) from K seeds, in place of a FedAvg warm start. ``shares=free``
-    drops the simplex: that is pFL-MF of rank K.
+    served shares are softmax(psi_i), which is what was fitted. The means take the weights
+    p_i alpha_i[k], normalised for each k, so that a basis goes as far as those who use it
+    (``mean=clients``: p_i). Bases start as v_k = theta_0 + spread (theta_k - theta_0) from K
+    seeds, in place of a FedAvg warm start. ``shares=free`` drops the simplex: that is pFL-MF of
+    rank K.
 
 References
 ----------
@@ -62,17 +63,18 @@ class FedbasisConfig(MethodConfig):
     shared_epochs: int | None = None
     """Epochs on the bases, instead of steps."""
     share_learning_rate: float | None = None
-    """Step size of psi_i; that of the run by default."""
-    temperature: float = 0.5
+    """Step size of psi_i; ten times that of the run by default, as at equal shares the softmax
+    divides its gradient by K."""
+    temperature: float = 0.2
     """Temperature T of the shares in the basis steps; 1 does not sharpen."""
-    spread: float = 1.0
+    spread: float = 0.5
     """How far apart the bases start: 0 is one model K times, 1 is K fresh models."""
     start: str = "stored"
     """Where psi_i starts in a round: ``stored`` (its last value) or ``uniform`` (equal shares)."""
     shares: str = "simplex"
     """``simplex``: alpha_i = softmax(psi_i); ``free``: alpha_i = psi_i, any numbers."""
-    mean: str = "clients"
-    """Weights of a client in the mean of v_k: ``clients`` (p_i) or ``shares`` (p_i alpha_i[k])."""
+    mean: str = "shares"
+    """Weights of a client in the mean of v_k: ``shares`` (p_i alpha_i[k]) or ``clients`` (p_i)."""
     weights: str = "examples"
     """What p_i is: ``examples`` (rows of the client) or ``uniform``."""
     upload: str = "sum"
@@ -93,7 +95,9 @@ class FedbasisConfig(MethodConfig):
         if not 0 < self.temperature < float("inf"):
             raise HandspanError(f"temperature must be above 0, not {self.temperature}")
         if self.shares == "free" and self.mean == "shares":
-            raise HandspanError("mean=shares needs shares=simplex: free shares can be negative")
+            raise HandspanError(
+                "free shares can be negative, so they are no weights: add mean=clients"
+            )
 
 
 class FedbasisServer(Record):
@@ -233,12 +237,15 @@ class _Fedbasis:
 
     def broadcast(self, server: FedbasisServer, round: Round) -> FedbasisBroadcast:
         """Send all bases."""
-        rounds, like = self.setting.rounds, self.setting.scalar
+        rounds, like, told = self.setting.rounds, self.setting.scalar, self.config
+        share_rate = told.share_learning_rate
+        if share_rate is None:
+            share_rate = 10 * self.work.learning_rate
         return FedbasisBroadcast(
             bases=server.bases,
             buffers=server.buffers,
             learning_rate=self.work.rate(round, rounds, like),
-            share_rate=self.work.rate(round, rounds, like, self.config.share_learning_rate),
+            share_rate=self.work.rate(round, rounds, like, share_rate),
         )
 
     def alpha(self, psi: Tensor, temperature: float = 1.0) -> Tensor:

@@ -36,9 +36,9 @@ def fedbasis(
     *,
     learning_rate: float,
     share_learning_rate: float | None = None,
-    temperature: float = 0.5,
+    temperature: float = 0.2,
     start: str = "stored",
-    mean: str = "clients",
+    mean: str = "shares",
     momentum: float = 0.0,
     nesterov: bool = False,
     weight_decay: float = 0.0,
@@ -53,7 +53,7 @@ def fedbasis(
     initial
         The first bases.
     share_learning_rate
-        Step size of psi; ``learning_rate`` by default.
+        Step size of psi; ten times ``learning_rate`` by default.
     temperature
         alpha = softmax(psi / temperature) in the basis steps.
     start
@@ -74,7 +74,7 @@ def fedbasis(
     count = len(initial)
     bases = [{n: np.array(v, dtype=float) for n, v in basis.items()} for basis in initial]
     psi = np.zeros((len(clients), count))
-    share_rate = learning_rate if share_learning_rate is None else share_learning_rate
+    share_rate = 10 * learning_rate if share_learning_rate is None else share_learning_rate
 
     for round_index, cohort in enumerate(cohorts):
         if len(cohort) == 0:
