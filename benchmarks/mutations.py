@@ -376,6 +376,28 @@ MUTATIONS: tuple[Mutation, ...] = (
         ),
     ),
     *_of(
+        "flute",
+        "methods/flute.py",
+        ("missing weight", _WEIGHT, 'weight=WEIGHTS["uniform"],'),
+        (
+            "features cut off",
+            "task.features(params, old",
+            "task.features({n: p.detach() for n, p in params.items()}, old",
+        ),
+        (
+            "momentum goes on",
+            "training=dataclasses.replace(k.training, velocity=velocity)",
+            "training=k.training",
+        ),
+        ("missing divisor", "/ b.cohort_size * gradient", "* gradient"),
+        ("absent classes count", "(data.label_counts > 0)", "(data.label_counts >= 0)"),
+        (
+            "a mean for the sum",
+            ".flatten(1).sum(1) @ batch.weight",
+            ".flatten(1).mean(1) @ batch.weight",
+        ),
+    ),
+    *_of(
         "finetune",
         "numerics/fine_tuning.py",
         ("all names move", "parts(model.params, chosen)", "parts(model.params, task.names)"),

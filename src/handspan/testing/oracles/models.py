@@ -118,3 +118,10 @@ def gradient_squared(params: Params, x: Array, y: Array) -> Params:
     """Differentiate `loss_squared` by every parameter."""
     error = predict(params, x) - np.reshape(y, (len(x), -1))
     return _gradient_from(params, x, error / len(x))
+
+
+def gradient_features_squared(params: Params, x: Array) -> Params:
+    """Differentiate the sum of all squared features of the rows, by every parameter."""
+    result = {name: np.zeros_like(value) for name, value in params.items()}
+    result.update(_hidden_gradient(params, x, 2 * features(params, x)))
+    return result
