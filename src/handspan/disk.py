@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ import torch
 
 from handspan.core.errors import HandspanError
 from handspan.core.records import Params
+
+_ABOUT = "handspan"  # the entry of a file's metadata that is ours
 
 
 def write(path: Path, content: bytes, mode: int = 0o644) -> None:
@@ -42,6 +45,56 @@ def write(path: Path, content: bytes, mode: int = 0o644) -> None:
             f"cannot write {path}: {error.strerror}; what was there before is unchanged, make room "
             "or choose another place"
         ) from None
+
+
+def make(folder: Path) -> None:
+    """Make a folder, or say why not."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise HandspanError(
+            f"cannot create {folder}: {error.strerror}; choose another --out"
+        ) from None
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Have a run's folder for oneself; where another process has it, say so.
+
+    A folder is held by an advisory lock on itself, which ends with the process, however it ends.
+    File systems that know no locks go without.
+    """
+    with _locked(folder, wait=False):
+        yield
+
+
+@contextmanager
+def in_turn(folder: Path) -> Iterator[None]:
+    """Have a folder for oneself as soon as it is free."""
+    with _locked(folder, wait=True):
+        yield
+
+
+@contextmanager
+def _locked(folder: Path, *, wait: bool) -> Iterator[None]:
+    import fcntl
+
+    make(folder)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        os.close(descriptor)
+        raise HandspanError(
+            f"another process is running {folder}: wait for it, choose another --out, or divide a "
+            "comparison by --shard"
+        ) from None
+    except OSError:
+        pass
+    try:
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def as_json(value: Any) -> bytes:
@@ -81,12 +134,15 @@ def damaged(path: Path) -> HandspanError:
 
 
 def pack(named: Params, progress: dict[str, Any]) -> bytes:
-    """Tensors and progress as safetensors bytes, with a checksum over both."""
+    """Tensors and progress as safetensors bytes, with a checksum over both.
+
+    One entry of metadata holds everything: safetensors writes several in no order of its own.
+    """
     from safetensors.torch import save
 
     tensors = {name: value.detach().cpu().contiguous() for name, value in named.items()}
     about = json.dumps(plain(progress))
-    return save(tensors, metadata={"handspan": about, "checksum": _checksum(tensors, about)})
+    return save(tensors, metadata={_ABOUT: f"{_checksum(tensors, about)} {about}"})
 
 
 def unpack(path: Path) -> tuple[Params, dict[str, Any]]:
@@ -96,10 +152,10 @@ def unpack(path: Path) -> tuple[Params, dict[str, Any]]:
     try:
         with safe_open(str(path), framework="pt") as file:
             named = {name: file.get_tensor(name) for name in file.keys()}
-            metadata = file.metadata()
-            if metadata["checksum"] != _checksum(named, metadata["handspan"]):
+            checksum, about = file.metadata()[_ABOUT].split(" ", 1)
+            if checksum != _checksum(named, about):
                 raise ValueError
-            return named, json.loads(metadata["handspan"])
+            return named, json.loads(about)
     except (SafetensorError, OSError, KeyError, TypeError, ValueError):
         raise HandspanError(
             f"{path} is damaged or no checkpoint of handspan: restore it, or remove it to start "

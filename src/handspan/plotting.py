@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from handspan.comparison.folders import make
 from handspan.comparison.plan import slug
 from handspan.core.data import FederatedData
 from handspan.core.errors import HandspanError, nearest
+from handspan.disk import make
 from handspan.plot_reading import read_material
 from handspan.report.plots import coordinates, curves, gain, partition, spectrum, spread, style
 from handspan.report.plots.material import Material

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from handspan.core.errors import HandspanError
 from handspan.core.federation import RunState, run, start
 from handspan.core.records import map_tensors
+from handspan.disk import held
 from handspan.evaluation.metrics import Metric
 from handspan.evaluation.newcomers import curve
 from handspan.evaluation.protocol import Evaluation, evaluate
@@ -39,25 +41,37 @@ def execute(
 ) -> Result:
     """Run a prepared problem, from the start or from its folder's last checkpoint."""
     begin = time.perf_counter()
-    folder, stored = None, None
-    if out is not None:
-        folder = RunFolder(out)
-        if resume and folder.config_path.exists():
-            stored = folder.check(config)
-            folder.clean()
-    elif problem.options.store == "disk":
+    folder = None if out is None else RunFolder(out)
+    if folder is None and problem.options.store == "disk":
         raise HandspanError("store=disk keeps private records in the run folder: give --out")
-    choice = _choice(problem, stored)
-    with num_threads(choice.threads), precision(problem.options.precision):
-        if folder is not None and stored is None:
-            folder.create({**config, "engine": choice.description(problem.setting.device)})
-            folder.append_timing({"calibration_ms": dict(choice.milliseconds)})
-        simulation = make_simulation(problem, choice, folder)
-        state = None
-        if folder is not None and stored is not None:
-            state = _stored_state(problem, simulation, folder)
-        session = _Session(problem, simulation, choice, folder, progress, begin)
-        return session.run(state, hooks, config)
+    goes_on = resume and folder is not None and folder.config_path.exists()
+    if folder is not None and not goes_on:
+        folder.refuse_existing()
+    choice = None if goes_on else _choice(problem, None)  # a mistake in it leaves nothing behind
+    with nullcontext() if folder is None else held(folder.path):
+        if folder is not None:
+            choice = _open(folder, config, problem, choice)
+        assert choice is not None
+        with num_threads(choice.threads), precision(problem.options.precision):
+            simulation = make_simulation(problem, choice, folder)
+            state = None
+            if folder is not None and goes_on:
+                state = _stored_state(problem, simulation, folder)
+            session = _Session(problem, simulation, choice, folder, progress, begin)
+            return session.run(state, hooks, config)
+
+
+def _open(
+    folder: RunFolder, config: dict[str, Any], problem: Problem, choice: EngineChoice | None
+) -> EngineChoice:
+    """Begin the folder of a new run, or of one that goes on: then its own engine is taken."""
+    if choice is None:
+        choice = _choice(problem, folder.check(config))
+        folder.clean()
+        return choice
+    folder.create({**config, "engine": choice.description(problem.setting.device)})
+    folder.append_timing({"calibration_ms": dict(choice.milliseconds)})
+    return choice
 
 
 def _choice(problem: Problem, stored: dict[str, Any] | None) -> EngineChoice:

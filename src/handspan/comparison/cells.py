@@ -14,7 +14,6 @@ import torch
 
 from handspan.comparison.budget import Estimate, estimate, is_met, nearest_to, revise
 from handspan.comparison.commands import run_command
-from handspan.comparison.folders import held
 from handspan.comparison.plan import Cell, Plan
 from handspan.core.data import FederatedData
 from handspan.data.selection import selection_data
@@ -111,13 +110,10 @@ class Runner:
         if not cell.is_mine and not was_there:
             return None
         problem, config = self._set_up(cell, rounds)
-        if folder is None:
-            done = self._play(cell, problem, config, None)
-        elif was_there:
+        if folder is not None and was_there:
             done = _taken_over(folder, config)
         else:
-            with held(folder.path):
-                done = self._play(cell, problem, config, folder)
+            done = self._play(cell, problem, config, folder)
         metric = problem.metrics[0] if problem.metrics else None
         row = {
             **done.summary,

@@ -8,11 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from handspan.comparison.folders import in_turn, make
 from handspan.comparison.outcome import Comparison, lacking, read
 from handspan.comparison.running import summarise_trials
 from handspan.core.errors import HandspanError
-from handspan.disk import write
+from handspan.disk import in_turn, make, write
 from handspan.report.settings import tell
 
 

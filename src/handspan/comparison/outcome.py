@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from handspan.comparison.folders import make
 from handspan.comparison.plan import FORMAT
 from handspan.core.errors import HandspanError
-from handspan.disk import as_json, read_json, write
+from handspan.disk import as_json, make, read_json, write
 from handspan.evaluation import statistics
 from handspan.report import comparison as report
 from handspan.report.settings import tell

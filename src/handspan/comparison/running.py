@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from handspan.comparison.cells import Data, Outcome, Runner, label
-from handspan.comparison.folders import in_turn, make, refuse_other
+from handspan.comparison.folders import refuse_other
 from handspan.comparison.grids import Axes, Choice, at_the_edge, best_trial
 from handspan.comparison.outcome import Comparison, lacking, lacking_trials
 from handspan.comparison.plan import Cell, Plan, make_plan
 from handspan.core.errors import HandspanError
+from handspan.disk import in_turn, make
 from handspan.fitting import Progress
 from handspan.options import DataOptions
 
