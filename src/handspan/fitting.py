@@ -154,7 +154,7 @@ def _name_model(
     model: str | nn.Module | Callable[[], nn.Module] | None, default: str | None
 ) -> tuple[str | None, nn.Module | Callable[[], nn.Module] | None]:
     if model is None or isinstance(model, str):
-        return model or default, None
+        return default if model is None else model, None
     kind = (
         type(model).__name__
         if isinstance(model, nn.Module)

@@ -147,6 +147,11 @@ class TrainingOptions:
             raise HandspanError("nesterov needs momentum above 0")
         if not 0 <= self.momentum < 1:
             raise HandspanError(f"momentum must lie in [0, 1), not {self.momentum}")
+        if self.decay != type(self).decay and self.schedule != "exponential":
+            raise HandspanError(
+                f"decay belongs to the exponential schedule, and this one is {self.schedule}: drop "
+                "it, or say --schedule exponential"
+            )
         for name in ("weight_decay", "checkpoint_seconds"):
             _at_least(name, getattr(self, name), 0)
         self.work()  # checks steps, epochs, batch size, step size and schedule

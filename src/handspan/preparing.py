@@ -131,7 +131,8 @@ def make_task(
         num_outputs = 1 if data.y.ndim == 1 else data.y.shape[1]
     given = module
     if given is None:
-        given = make_model(options.model or "mlp", data.row_shape, num_outputs)
+        name = "mlp" if options.model is None else options.model
+        given = make_model(name, data.row_shape, num_outputs)
     if spec.method.needs_side:
         from handspan.models.side_info import concatenate_side
 

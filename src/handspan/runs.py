@@ -9,7 +9,9 @@ with the clock.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -93,6 +95,16 @@ class RunFolder:
             raise HandspanError(
                 f"{self.path} exists already and is no run folder: choose another --out"
             )
+
+    def forget(self) -> None:
+        """Remove a run that failed before its first checkpoint."""
+        if self.has_state:
+            return
+        shutil.rmtree(self.path / "clients", ignore_errors=True)
+        for name in ("config.json", "timing.jsonl"):
+            (self.path / name).unlink(missing_ok=True)
+        with suppress(OSError):  # it holds something else
+            self.path.rmdir()
 
     def clean(self) -> None:
         """Remove what a crash left half-written."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,30 +48,41 @@ def execute(
     if folder is not None and not goes_on:
         folder.refuse_existing()
     choice = None if goes_on else _choice(problem, None)  # a mistake in it leaves nothing behind
-    with nullcontext() if folder is None else held(folder.path):
-        if folder is not None:
-            choice = _open(folder, config, problem, choice)
-        assert choice is not None
-        with num_threads(choice.threads), precision(problem.options.precision):
-            simulation = make_simulation(problem, choice, folder)
-            state = None
-            if folder is not None and goes_on:
-                state = _stored_state(problem, simulation, folder)
-            session = _Session(problem, simulation, choice, folder, progress, begin)
-            return session.run(state, hooks, config)
+    with (
+        _opened(folder, config, problem, choice) as settled,
+        num_threads(settled.threads),
+        precision(problem.options.precision),
+    ):
+        simulation = make_simulation(problem, settled, folder)
+        state = None
+        if folder is not None and goes_on:
+            state = _stored_state(problem, simulation, folder)
+        session = _Session(problem, simulation, settled, folder, progress, begin)
+        return session.run(state, hooks, config)
 
 
-def _open(
-    folder: RunFolder, config: dict[str, Any], problem: Problem, choice: EngineChoice | None
-) -> EngineChoice:
+@contextmanager
+def _opened(
+    folder: RunFolder | None, config: dict[str, Any], problem: Problem, choice: EngineChoice | None
+) -> Iterator[EngineChoice]:
     """Begin the folder of a new run, or of one that goes on: then its own engine is taken."""
-    if choice is None:
-        choice = _choice(problem, folder.check(config))
-        folder.clean()
-        return choice
-    folder.create({**config, "engine": choice.description(problem.setting.device)})
-    folder.append_timing({"calibration_ms": dict(choice.milliseconds)})
-    return choice
+    if folder is None:
+        assert choice is not None
+        yield choice
+        return
+    with held(folder.path):
+        if choice is None:
+            choice = _choice(problem, folder.check(config))
+            folder.clean()
+            yield choice
+            return
+        folder.create({**config, "engine": choice.description(problem.setting.device)})
+        folder.append_timing({"calibration_ms": dict(choice.milliseconds)})
+        try:
+            yield choice
+        except HandspanError:
+            folder.forget()
+            raise
 
 
 def _choice(problem: Problem, stored: dict[str, Any] | None) -> EngineChoice:

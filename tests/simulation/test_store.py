@@ -129,6 +129,22 @@ def test_sums_do_not_depend_on_the_size_of_the_blocks(sizes):
     assert float(got.count) == float((weights > 0).sum())
 
 
+@pytest.mark.parametrize("reduce", ["sum", "stack"])
+def test_a_client_that_sends_nothing_is_in_no_reduction(reduce):
+    phase = Phase(name="p", broadcast=None, begin=None, end=None, combine=None, reduce=reduce)
+    ids, weights = torch.arange(4), torch.tensor([1.0, 0.0, 2.0, 0.0], dtype=torch.float64)
+    reduction = Reduction(phase, ids, weights)
+    numbers = torch.tensor([1.0, torch.nan, 3.0, torch.inf])  # what was never sent may be anything
+    for part in (ids[:3], ids[3:]):
+        reduction.add(part, Inner(number=numbers[part]))
+    got = reduction.result()
+    if reduce == "sum":
+        assert (float(got.total.number), float(got.count)) == (7.0, 2.0)
+    else:
+        assert got.uploads.number.tolist() == [1.0, 3.0]
+        assert got.ids.tolist() == [0, 2] and got.weights.tolist() == [1.0, 2.0]
+
+
 class Private(Record):
     v: Tensor
     rows: Tensor

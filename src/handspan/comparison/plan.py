@@ -17,6 +17,7 @@ from handspan.report.settings import plain
 
 FORMAT = 1
 STAGES = ("all", "tune", "final")
+MOST_SEEDS = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,6 +155,8 @@ def make_plan(
     """Check everything that can be checked before data are read."""
     if seeds < 1:
         raise HandspanError(f"seeds must be at least 1, not {seeds}")
+    if seeds > MOST_SEEDS:
+        raise HandspanError(f"seeds must be at most {MOST_SEEDS}, not {seeds}")
     texts = [text.strip() for text in methods if text.strip()]
     if not texts:
         raise HandspanError("name at least one method to compare")

@@ -32,6 +32,13 @@ class MethodConfig:
         if value is not None and not least <= value < math.inf:
             raise HandspanError(f"{name} must be at least {least}, not {value}")
 
+    def only_with(self, holds: bool, where: str, *names: str) -> None:
+        """Refuse settings that would be ignored: ``where`` says to what they belong."""
+        defaults = type(self).__dataclass_fields__
+        for name in names:
+            if not holds and getattr(self, name) != defaults[name].default:
+                raise HandspanError(f"{name} belongs to {where}: drop {name}, or add {where}")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:

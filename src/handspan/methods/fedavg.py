@@ -78,6 +78,8 @@ class FedAvgConfig(MethodConfig):
             raise HandspanError(f"tau must be above 0, not {self.tau}")
         if self.server_optimizer != "sgd" and self.server_momentum:
             raise HandspanError("server_momentum belongs to server_optimizer=sgd: use beta1")
+        is_adaptive = self.server_optimizer != "sgd"
+        self.only_with(is_adaptive, "server_optimizer=adam", "beta1", "beta2", "tau")
 
 
 class FedAvgServer(Record):

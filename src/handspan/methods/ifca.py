@@ -108,6 +108,8 @@ def build(setting: Setting, config: IfcaConfig) -> Algorithm:
     """Compose the algorithm."""
     task: Task = setting.model
     work: LocalWork = setting.work
+    if config.k > setting.num_clients:
+        raise HandspanError(f"k {config.k} exceeds the {setting.num_clients} clients: lower k")
     train_step = sgd_step(task, work.sgd)
 
     def init_server(key: Tensor, population: Population) -> IfcaServer:

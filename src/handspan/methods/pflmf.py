@@ -94,12 +94,11 @@ class PflmfConfig(MethodConfig):
             self.at_least(name, 1)
         for name in ("v_learning_rate", "u_learning_rate", "damping", "gram_ridge"):
             self.at_least(name, 0)
-        if self.preset == "algorithm1":
-            extras = ("scaled", "affine", "v_learning_rate", "u_learning_rate")
-            if given := [n for n in extras if getattr(self, n)]:
-                raise HandspanError(
-                    f"preset=algorithm1 has one step size and no extras: drop {given[0]}"
-                )
+        extras = ("scaled", "affine", "v_learning_rate", "u_learning_rate")
+        self.only_with(self.preset != "algorithm1", "preset=practice", *extras)
+        self.only_with(self.scaled, "scaled=true", "damping", "gram_ridge")
+        is_drawn = self.participation == "bernoulli"
+        self.only_with(is_drawn, "participation=bernoulli", "bernoulli_mean")
 
 
 class PflmfServer(Record):

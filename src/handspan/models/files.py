@@ -29,7 +29,7 @@ def load_model_file(spec: str, **options: Any) -> Callable[[], nn.Module]:
         path_text, name = spec, "make_model"
     path = Path(path_text).expanduser()
     if not path.is_file():
-        raise HandspanError(f"there is no model file {str(path)!r}: write FILE.py:function")
+        raise HandspanError(f"there is no model file {path_text!r}: write FILE.py:function")
     function = _function(path, name)
     factory = partial(_call, function, str(path), name, _accepted(function, options, path, name))
     with reproducible(keys.key(0, "trial")):
