@@ -281,6 +281,8 @@ class RunFolder:
         path = self.path / "clients.parquet"
         if not path.exists() and not self.summary_path.exists():
             return {}
+        if path.is_dir():  # pyarrow would take it for a table in parts
+            raise damaged(path)
         try:
             table = pyarrow.parquet.read_table(path)
         except (pyarrow.ArrowException, OSError):

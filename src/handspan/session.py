@@ -76,9 +76,9 @@ def _opened(
             folder.clean()
             yield choice
             return
-        folder.create({**config, "engine": choice.description(problem.setting.device)})
-        folder.append_timing({"calibration_ms": dict(choice.milliseconds)})
         try:
+            folder.create({**config, "engine": choice.description(problem.setting.device)})
+            folder.append_timing({"calibration_ms": dict(choice.milliseconds)})
             yield choice
         except HandspanError:
             folder.forget()
