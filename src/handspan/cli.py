@@ -378,7 +378,7 @@ def main() -> None:
 
 
 def _tell(message: str) -> None:
-    print(f"handspan: {message}", file=sys.stderr)
+    print(f"handspan: {' '.join(message.split())}", file=sys.stderr)  # one line, whoever said it
     sys.exit(2)
 
 
