@@ -398,6 +398,47 @@ MUTATIONS: tuple[Mutation, ...] = (
         ),
     ),
     *_of(
+        "fedrep_linear",
+        "methods/fedrep_linear.py",
+        ("missing weight", _WEIGHT, 'weight=WEIGHTS["examples"],'),
+        (
+            "old head for the new one",
+            'used = k.head if kind == "shared" else head',
+            "used = k.head",
+        ),
+        ("swapped sign", "k.basis - b.learning_rate * slope", "k.basis + b.learning_rate * slope"),
+        ("wrong constant of theorem 1", "1 / (4 * largest", "1 / (2 * largest"),
+        ("the least for the largest", "torch.maximum(largest", "torch.minimum(largest"),
+        ("kept heads do not turn", "turn = r @ turn", "turn = turn"),
+        ("turned the other way", "turn = r @ turn", "turn = r.T @ turn"),
+        (
+            "the head of the last basis",
+            "FedrepLinearServed(head=k.head)",
+            "FedrepLinearServed(head=0 * k.head)",
+        ),
+    ),
+    *_of(
+        "fedrep_linear",
+        "numerics/subspace_start.py",
+        ("first powers", "(x * y.square().sum(1, keepdim=True))", "(x * y.sum(1, keepdim=True))"),
+        (
+            "missing projection",
+            "b.basis @ (b.basis.T @ k.client.unfactorised)",
+            "k.client.unfactorised",
+        ),
+        ("too large a step", "x.T @ y / num) / largest", "x.T @ y / num) / largest.sqrt()"),
+    ),
+    *_of(
+        "fedrep_linear",
+        "numerics/subspaces.py",
+        (
+            "signs stay",
+            "torch.where(r.diagonal() < 0, -1.0, 1.0)",
+            "torch.where(r.diagonal() < 0, 1.0, 1.0)",
+        ),
+        ("the least eigenvectors", "vectors[:, -count:]", "vectors[:, :count]"),
+    ),
+    *_of(
         "finetune",
         "numerics/fine_tuning.py",
         ("all names move", "parts(model.params, chosen)", "parts(model.params, task.names)"),

@@ -87,6 +87,11 @@ def prepare(
 def _check_labels(spec: MethodSpec, data: FederatedData) -> None:
     if data.y is None:
         raise HandspanError(f"{spec.method.name} needs labels y, and the data have none")
+    if spec.method.problem == "regression" and data.num_classes is not None:
+        raise HandspanError(
+            f"{spec.method.name} is a regression: its labels are numbers, not classes; where whole "
+            "numbers are meant as numbers, say --task regression"
+        )
     if spec.method.needs_side and data.side is None:
         raise HandspanError(
             f"{spec.method.name} needs side information: give a side row for each client"
@@ -131,7 +136,8 @@ def make_task(
         num_outputs = 1 if data.y.ndim == 1 else data.y.shape[1]
     given = module
     if given is None:
-        name = "mlp" if options.model is None else options.model
+        usual = "linear" if spec.method.problem == "regression" else "mlp"
+        name = usual if options.model is None else options.model
         given = make_model(name, data.row_shape, num_outputs)
     if spec.method.needs_side:
         from handspan.models.side_info import concatenate_side

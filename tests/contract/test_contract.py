@@ -19,6 +19,10 @@ VARIANTS = {
     "fedbasis": ("fedbasis:num_bases=2:mean=clients:upload=rank_one",),
     "ifca": ("ifca:k=2:upload=sum",),
     "l2gd": ("l2gd:pull_probability=0.7",),
+    "fedrep_linear": (
+        "fedrep_linear:rank=2:head=gradient:start=projected:projected_rounds=2",
+        "fedrep_linear:rank=2:head=shared:start=random",
+    ),
     "scaffold": ("scaffold:option=I",),
     "fedmgs": ("fedmgs:num_components=3:constants=paper:penalty_tolerance=0.9",),
     "pflmf": (
@@ -46,7 +50,7 @@ def texts() -> list[str]:
     found = []
     for name, method in methods().items():
         found += [name, *VARIANTS.get(name, ())]
-        if method.problem == "labels" and case(name).algorithm.predict is None:
+        if method.problem != "matrix" and case(name).algorithm.predict is None:
             found.append(f"{name}+ft:ft_steps=3")
     return found
 

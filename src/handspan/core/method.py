@@ -108,7 +108,8 @@ class Method:
     uploads, private, inferable
         In words: what leaves the client, what stays, what one upload reveals when seen alone.
     problem
-        ``labels`` (a network on labelled rows) or ``matrix``.
+        ``labels`` (a network on labelled rows), ``regression`` (a linear model of labels that are
+        numbers) or ``matrix``.
     needs_side, needs_groups
         Whether it reads side information, or the partition's planted groups.
     chooses

@@ -146,6 +146,88 @@ def quadratic(targets: Tensor, curvatures: Tensor | None = None) -> FederatedDat
     )
 
 
+class LinearTask(Task):
+    """A linear model of numbers: outputs = weight x + bias, the loss half the squared error."""
+
+    kind = "regression"
+    num_outputs = 1
+    names = head = ("bias", "weight")
+
+    def __init__(self, *, num_features: int = NUM_FEATURES, dtype: torch.dtype = torch.float64):
+        self.shapes = {"weight": (1, num_features), "bias": (1,)}
+        self.dtype = dtype
+
+    def init(self, key: Tensor) -> tuple[Params, Params]:
+        """Draw all parameters from one normal distribution."""
+        return {
+            name: keys.normal(keys.fold(key, name), shape, self.dtype)
+            for name, shape in self.shapes.items()
+        }, {}
+
+    def features(self, params: Params, buffers: Params, x: Tensor, side: Tensor | None) -> Tensor:
+        """Return the rows: there is no other layer."""
+        return x
+
+    def predict(self, params: Params, buffers: Params, x: Tensor, side: Tensor | None) -> Tensor:
+        """Values (rows, 1)."""
+        return x @ params["weight"].T + params["bias"]
+
+    def row_loss(self, outputs: Tensor, y: Tensor) -> Tensor:
+        """Half the squared error of each row."""
+        return 0.5 * (outputs.squeeze(-1) - y).square()
+
+    def loss(self, params: Params, buffers: Params, batch: Batch) -> tuple[Tensor, Params]:
+        """Mean over the real rows."""
+        assert batch.y is not None
+        losses = self.row_loss(self.predict(params, buffers, batch.x, None), batch.y)
+        return (losses * batch.weight).sum() / batch.weight.sum(), buffers
+
+
+class Teachers(NamedTuple):
+    """Planted linear models: y = <basis head_i, x>."""
+
+    basis: Tensor  # (d, k) orthonormal
+    heads: Tensor  # (n, k)
+
+
+def teachers(
+    seed: int = 0, *, num_clients: int = len(SIZES), num_features: int = NUM_FEATURES, rank: int = 2
+) -> Teachers:
+    """Draw models of a common subspace, heads of norm sqrt(rank) (Collins et al., Assumption 3)."""
+    k = keys.key(seed, "toys", "teachers")
+    basis = torch.linalg.qr(keys.normal(keys.fold(k, "basis"), (num_features, rank))).Q
+    heads = keys.normal(keys.fold(k, "heads"), (num_clients, rank))
+    return Teachers(basis, heads * (rank**0.5 / heads.norm(dim=1, keepdim=True)))
+
+
+def numbers(
+    seed: int = 0,
+    *,
+    sizes: Sequence[int] = SIZES,
+    num_features: int = NUM_FEATURES,
+    rank: int = 2,
+    noise: float = 0.0,
+    dtype: torch.dtype = torch.float64,
+) -> FederatedData:
+    """Rows x ~ N(0, I) with labels of the clients' ``teachers``, plus noise of that deviation."""
+    k = keys.key(seed, "toys", "numbers")
+    train, validation, test, offsets = _splits(sizes)
+    count, n = int(offsets[-1]), len(sizes)
+    planted = teachers(seed, num_clients=n, num_features=num_features, rank=rank)
+    x = keys.normal(keys.fold(k, "x"), (count, num_features))
+    models = planted.heads @ planted.basis.T
+    owner = torch.repeat_interleave(torch.arange(n), offsets.diff())
+    y = (x * models[owner]).sum(1) + noise * keys.normal(keys.fold(k, "noise"), (count,))
+    return FederatedData(
+        x=x.to(dtype),
+        y=y.to(dtype),
+        offsets=offsets,
+        num_train=train,
+        num_validation=validation,
+        num_test=test,
+    )
+
+
 def labelled(
     seed: int = 0,
     *,
@@ -230,7 +312,7 @@ def problem(
     sparse: bool = False,
     num_groups: int = NUM_GROUPS,
 ) -> Problem:
-    """Give the toy problem that suits a method: labels or a matrix, with side and groups.
+    """Give the toy problem that suits a method: labels (classes or numbers) or a matrix.
 
     Parameters
     ----------
@@ -246,6 +328,9 @@ def problem(
     task = None
     if method.problem == "matrix":
         data = matrix(seed, sizes=sizes, dtype=dtype, sparse=sparse)
+    elif method.problem == "regression":
+        data = numbers(seed, sizes=sizes, noise=0.1, dtype=dtype)
+        task = LinearTask(dtype=dtype)
     else:
         data = labelled(seed, sizes=sizes, num_groups=num_groups, dtype=dtype)
         task = ToyTask(side_width=2 if method.needs_side else 0, dtype=dtype)
