@@ -1,0 +1,1 @@
+"""The parts of the method span: records, schedule, what clients do, what the server decides."""

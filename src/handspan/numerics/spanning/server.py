@@ -1,0 +1,400 @@
+"""What the server of span sends, adds up and decides."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from handspan.core import keys
+from handspan.core.algorithm import Model, Reduced
+from handspan.core.data import Population, Round
+from handspan.core.method import Setting
+from handspan.core.records import Params, map_tensors, stack
+from handspan.numerics.averaging import ModelBroadcast, ModelState, parts
+from handspan.numerics.local_work import LocalWork
+from handspan.numerics.low_rank import apply_map, gram, spectrum
+from handspan.numerics.mixture import merged, moved, one_centre, split, updated
+from handspan.numerics.spanning.clients import Parts
+from handspan.numerics.spanning.records import (
+    CutBroadcast,
+    JudgeBroadcast,
+    ServeBroadcast,
+    SpanBroadcast,
+    SpanServer,
+    SpanSums,
+)
+from handspan.numerics.spanning.schedule import COMMON, PERSONAL, Schedule
+from handspan.numerics.trials import verdict
+
+OWN = (1.0, 0.75, 0.5, 0.25, 0.0)
+"""Candidates for the weight of a client's own v; ties go to the first."""
+CANDIDATES = 8
+"""Numbers of directions that are tried at a cut."""
+_LEAST_TO_SPLIT = 4.0  # clients, remembered ones included
+_MEMORY = 0.8  # of the moments
+_RIDGE = 1e-8  # of U^T U, relative to its mean diagonal
+_WHITENING = 1e-2  # ridge of the covariance that is made canonical: cohorts are small
+
+
+class SpanDecisions:
+    """The functions of the server, bound to one problem."""
+
+    def __init__(self, setting: Setting, made: Parts, schedule: Schedule) -> None:
+        self.setting, self.made, self.schedule = setting, made, schedule
+        self.work: LocalWork = setting.work
+
+    def init(self, key: Tensor, population: Population) -> SpanServer:
+        """Every direction is a fresh head."""
+        made, width, device = self.made, self.made.width, self.setting.device
+        params, buffers = made.task.init(key)
+        names = (keys.fold(key, "direction", j) for j in range(width))
+        starts = [parts(made.task.init(name)[0], made.names)[0] for name in names]
+        offset, body = parts(params, made.names)
+        if not made.offset:
+            offset = {k: torch.zeros_like(p) for k, p in offset.items()}
+        common = Model(params=params, buffers=buffers)
+
+        def number(value: float) -> Tensor:
+            return torch.tensor(value, dtype=torch.float64)
+
+        cuts = len(self.schedule.cuts)
+        return SpanServer(
+            common=common,
+            average=map_tensors(torch.zeros_like, common),
+            averaged=number(0.0),
+            body=body,
+            buffers=buffers,
+            basis=stack([offset, *starts]),  # type: ignore[list-item]
+            moments=torch.eye(1 + width, dtype=torch.float64, device=device),
+            centres=one_centre(made.groups, width, device),
+            matrices=torch.zeros(cuts, width, width, dtype=torch.float64, device=device),
+            shifts=torch.zeros(cuts, width, dtype=torch.float64, device=device),
+            num_cuts=torch.tensor(0),
+            mode=torch.tensor(self.schedule.first_mode),
+            rank=torch.tensor(width),
+            temperature=number(0.0),
+            own=number(1.0),
+        )
+
+    def rate(self, round: Round) -> Tensor:
+        """Step size of the round."""
+        return self.work.rate(round, self.setting.rounds, self.setting.scalar)
+
+    # -- one model for all -------------------------------------------------------------------
+
+    def common(self, server: SpanServer, round: Round) -> ModelBroadcast:
+        """Send the model for all."""
+        return ModelBroadcast(
+            params=server.common.params,
+            buffers=server.common.buffers,
+            learning_rate=self.rate(round),
+        )
+
+    def combine_common(self, server: SpanServer, r: Reduced, round: Round) -> SpanServer:
+        """Average models, over the cohort and over the last rounds."""
+        like = ModelState(params=server.common.params, buffers=server.common.buffers)
+        mean = r.mean(like=like)
+        new = Model(params=mean.params, buffers=mean.buffers)
+        if not self.schedule.averages(round, self.made.average):
+            return dataclasses.replace(server, common=new)
+        count = server.averaged + 1
+
+        def blend(old: Tensor, value: Tensor) -> Tensor:
+            return old + (value - old) / count.to(old)
+
+        average = map_tensors(blend, server.average, new)
+        return dataclasses.replace(server, common=new, average=average, averaged=count)
+
+    # -- personal heads ----------------------------------------------------------------------
+
+    def personal(self, server: SpanServer, round: Round) -> SpanBroadcast:
+        """Send the directions in use."""
+        return self._sent(server, round, int(server.rank))
+
+    def _sent(self, server: SpanServer, round: Round, rank: int) -> SpanBroadcast:
+        like = self.setting.scalar
+        basis = {name: rows[: 1 + rank] for name, rows in server.basis.items()}
+        products = gram(basis)[1:, 1:]
+        cuts, centres = int(server.num_cuts), server.centres
+        return SpanBroadcast(
+            body=server.body,
+            buffers=server.buffers,
+            basis=basis,
+            gram=products.to(like),
+            inverse=self._inverse(products).to(like),
+            means=centres.mean[:, :rank].to(like),
+            is_there=(centres.count > 0).to(like),
+            own=server.own.to(like),
+            temperature=server.temperature.to(like),
+            matrices=server.matrices[:cuts].to(like),
+            shifts=server.shifts[:cuts].to(like),
+            learning_rate=self.rate(round),
+        )
+
+    def _inverse(self, products: Tensor) -> Tensor:
+        eye = torch.eye(len(products), dtype=torch.float64, device=products.device)
+        if not self.made.scaled:
+            return eye
+        size = products.diagonal().mean().clamp(min=1e-30)
+        return torch.linalg.inv(products + _RIDGE * size * eye)
+
+    def combine_personal(self, server: SpanServer, r: SpanSums, round: Round) -> SpanServer:
+        """Move body, basis and centres."""
+        rank = int(server.rank)
+        step = self._basis_step(r)
+
+        def mean(old: Tensor, total: Tensor) -> Tensor:
+            return (total / r.weight).to(old)
+
+        basis = {name: rows.clone() for name, rows in server.basis.items()}
+        for name, change in step.items():
+            basis[name][: 1 + rank] += change.to(basis[name])
+        moments = server.moments.clone()
+        recent = moments[: 1 + rank, : 1 + rank]
+        recent.copy_(_MEMORY * recent + (1 - _MEMORY) * r.spread / r.weight)
+        new = dataclasses.replace(
+            server,
+            body=map_tensors(mean, server.body, r.body),
+            buffers=map_tensors(mean, server.buffers, r.buffers),
+            basis=basis,
+            moments=moments,
+        )
+        return self._cluster(new, r, round)
+
+    def _basis_step(self, r: SpanSums) -> Params:
+        """U <- U + mean(D [1, v]^T) (mean([1, v] [1, v]^T) + lambda I)^-1."""
+        first = 0 if self.made.offset else 1
+        products = {name: rows[first:] / r.weight for name, rows in r.products.items()}
+        moments = (r.moments / r.weight)[first:, first:]
+        if self.made.scaled:
+            eye = torch.eye(len(moments), dtype=torch.float64, device=moments.device)
+            products = apply_map(torch.linalg.inv(moments + self.made.damping * eye), products)
+        if first:
+            products = {
+                name: torch.cat([torch.zeros_like(rows[:1]), rows])
+                for name, rows in products.items()
+            }
+        return products
+
+    def _cluster(self, server: SpanServer, r: SpanSums, round: Round) -> SpanServer:
+        if not self.schedule.clusters(server, round):
+            return server
+        centres = updated(server.centres, r.centres)
+        if self.schedule.splits(round):
+            centres = split(centres, self._gram(server), _LEAST_TO_SPLIT)
+        return dataclasses.replace(server, centres=centres)
+
+    def _gram(self, server: SpanServer) -> Tensor:
+        rank = int(server.rank)
+        return gram({name: rows[: 1 + rank] for name, rows in server.basis.items()})[1:, 1:]
+
+    # -- the race ----------------------------------------------------------------------------
+
+    def judge(self, server: SpanServer, round: Round) -> JudgeBroadcast:
+        """Send both branches."""
+        return JudgeBroadcast(common=server.common, inner=self.personal(server, round))
+
+    def combine_judge(self, server: SpanServer, r: Reduced, round: Round) -> SpanServer:
+        """Let the branch of less held-out loss go on, with the label prior where it helps."""
+        found = verdict(r)
+        if found is None:  # nobody has rows to spare: one model for all is the safe side
+            return dataclasses.replace(server, mode=torch.tensor(COMMON))
+        told, best = 0.0, 0
+        if self.made.bias is not None:
+            gain, error = found.gain(1, 0)
+            told, best = (1.0, 1) if gain > error else (0.0, 0)
+        is_personal = found.gain(len(found.losses) - 1, best)[0] > 0
+        return dataclasses.replace(
+            server,
+            mode=torch.tensor(PERSONAL if is_personal else COMMON),
+            temperature=torch.tensor(told, dtype=torch.float64),
+        )
+
+    # -- cuts --------------------------------------------------------------------------------
+
+    def canonical(self, server: SpanServer) -> tuple[Params, Tensor, Tensor, Tensor]:
+        """Basis whose directions are orthogonal, and for which the coordinates are white.
+
+        Returns
+        -------
+        basis, matrix, shift
+            v -> matrix v + shift; dormant directions stay as they are, their coordinates are 0.
+        values
+            (rank,) lengths of the directions: singular values of the centred models.
+        """
+        rank, width = int(server.rank), self.made.width
+        first, second = server.moments[0, 1 : 1 + rank], server.moments[1 : 1 + rank, 1 : 1 + rank]
+        mean = first if self.made.offset else torch.zeros_like(first)
+        eye = torch.eye(rank, dtype=torch.float64, device=mean.device)
+        covariance = second - torch.outer(mean, mean)
+        covariance = covariance + _WHITENING * covariance.diagonal().mean() * eye
+        values, vectors = torch.linalg.eigh(covariance)
+        values = values.clamp(min=1e-12)
+        root = (vectors * values.sqrt()) @ vectors.T
+        squares, rotation = torch.linalg.eigh(root @ self._gram(server) @ root)
+        squares, rotation = squares.flip(0).clamp(min=0), rotation.flip(1)
+        # A direction's sign is free: its largest entry is positive, on every machine.
+        largest = rotation.gather(0, rotation.abs().argmax(0, keepdim=True))
+        rotation = rotation * torch.where(largest < 0, -1.0, 1.0)
+        inverse_root = (vectors / values.sqrt()) @ vectors.T
+        matrix = torch.zeros(width, width, dtype=torch.float64, device=mean.device)
+        matrix[:rank, :rank] = rotation.T @ inverse_root
+        shift = torch.zeros(width, dtype=torch.float64, device=mean.device)
+        shift[:rank] = -matrix[:rank, :rank] @ mean
+        change = torch.eye(1 + width, dtype=torch.float64, device=mean.device)
+        change[0, 1 : 1 + rank] = mean  # the offset takes the mean head
+        change[1 : 1 + rank, 1 : 1 + rank] = rotation.T @ root
+        return apply_map(change, server.basis), matrix, shift, squares.sqrt()
+
+    def sizes(self, values: Tensor) -> list[int]:
+        """Numbers of directions to try: where the spectrum falls most, all, and dormant ones."""
+        width = self.made.width
+        rank = len(values)
+        falls = (values[:-1] - values[1:]) / values[:-1].clamp(min=1e-30)
+        falls = torch.where(values[:-1] > 0.05 * values[0], falls, -1.0)
+        order = (1 + falls.argsort(descending=True, stable=True)).tolist()
+        chosen = [size for size in dict.fromkeys([rank, width, *order])][:CANDIDATES]
+        return sorted(chosen) + [max(chosen)] * (CANDIDATES - len(chosen))
+
+    def cut(self, server: SpanServer, round: Round) -> CutBroadcast:
+        """Send all directions, dormant ones too, and the candidates."""
+        basis, matrix, shift, values = self.canonical(server)
+        count = int(server.num_cuts)
+        matrices, shifts = server.matrices.clone(), server.shifts.clone()
+        matrices[count], shifts[count] = matrix, shift
+        changed = dataclasses.replace(
+            server,
+            basis=basis,
+            matrices=matrices,
+            shifts=shifts,
+            num_cuts=torch.tensor(count + 1),
+        )
+        like, place = self.setting.scalar, torch.arange(self.made.width)
+        masks = torch.stack([place < size for size in self.sizes(values)])
+        products = gram(basis)[1:, 1:]
+        inverses = torch.stack([self._masked_inverse(products, mask) for mask in masks])
+        return CutBroadcast(
+            inner=self._sent(changed, round, self.made.width),
+            masks=masks.to(like),
+            inverses=inverses.to(like),
+        )
+
+    def _masked_inverse(self, products: Tensor, mask: Tensor) -> Tensor:
+        size = int(mask.sum())
+        inverse = torch.zeros_like(products)
+        inverse[:size, :size] = self._inverse(products[:size, :size])
+        return inverse
+
+    def combine_cut(self, server: SpanServer, r: Reduced, round: Round) -> SpanServer:
+        """Keep the directions of least held-out loss."""
+        basis, matrix, shift, values = self.canonical(server)
+        found = verdict(r)
+        rank = int(server.rank)
+        if found is not None:
+            rank = self.sizes(values)[int(rounded_argmin(found.losses))]
+        matrix[rank:], shift[rank:] = 0.0, 0.0
+        count = int(server.num_cuts)
+        matrices, shifts = server.matrices.clone(), server.shifts.clone()
+        matrices[count], shifts[count] = matrix, shift
+        return dataclasses.replace(
+            server,
+            basis=basis,
+            moments=torch.eye(1 + self.made.width).to(server.moments),  # coordinates are white
+            centres=moved(server.centres, matrix, shift),
+            matrices=matrices,
+            shifts=shifts,
+            num_cuts=torch.tensor(count + 1),
+            rank=torch.tensor(rank),
+        )
+
+    # -- shrinking ---------------------------------------------------------------------------
+
+    def merge(self, server: SpanServer) -> SpanServer:
+        """Merge centres that are not apart."""
+        centres = merged(server.centres, self._gram(server), self.made.separation)
+        return dataclasses.replace(server, centres=centres)
+
+    def weigh(self, server: SpanServer, round: Round) -> SpanBroadcast:
+        """Send the directions with the merged centres."""
+        return self.personal(self.merge(server), round)
+
+    def combine_weigh(self, server: SpanServer, r: Reduced, round: Round) -> SpanServer:
+        """Choose the weight of the clients' own v; with one centre and none of it, race no more."""
+        server, found = self.merge(server), verdict(r)
+        if found is None:
+            return server
+        own = OWN[int(rounded_argmin(found.losses))]
+        server = dataclasses.replace(server, own=torch.tensor(own, dtype=torch.float64))
+        if own > 0 or int((server.centres.count > 0).sum()) > 1:
+            return server
+        v = server.centres.mean[int(server.centres.count.argmax())]
+        head = self._head(server, v)
+        common = Model(params={**server.body, **head}, buffers=server.buffers)
+        return dataclasses.replace(server, common=common, mode=torch.tensor(COMMON))
+
+    def _head(self, server: SpanServer, v: Tensor) -> Params:
+        v = torch.cat([v.new_ones(1), v])
+        return {
+            name: (v.to(rows) @ rows.flatten(1)).view(rows.shape[1:])
+            for name, rows in server.basis.items()
+        }
+
+    # -- serving -----------------------------------------------------------------------------
+
+    def serve(self, server: SpanServer, round: Round) -> ServeBroadcast:
+        """Send what models are made of; directions that are not in use are zero."""
+        width, rank = self.made.width, int(server.rank)
+        if int(server.mode) == COMMON:
+            server, rank = self._as_personal(server), 0
+        sent = self._sent(server, round, rank)
+
+        def filled(tensor: Tensor, *axes: int) -> Tensor:
+            for axis in axes:
+                shape = list(tensor.shape)
+                shape[axis] = width - rank
+                tensor = torch.cat([tensor, tensor.new_zeros(shape)], axis)
+            return tensor
+
+        inner = dataclasses.replace(
+            sent,
+            basis={name: filled(rows, 0) for name, rows in sent.basis.items()},
+            gram=filled(sent.gram, 0, 1),
+            inverse=filled(sent.inverse, 0, 1),
+            means=filled(sent.means, 1),
+        )
+        share = server.centres.count / server.centres.count.sum()
+        return ServeBroadcast(inner=inner, share=share.log().to(self.setting.scalar))
+
+    def _as_personal(self, server: SpanServer) -> SpanServer:
+        """One model for all, as a personal branch of rank 0."""
+        model = self.shared_model(server)
+        head, body = parts(model.params, self.made.names)
+        basis = {
+            name: torch.cat([head[name].unsqueeze(0), torch.zeros_like(rows[1:])])
+            for name, rows in server.basis.items()
+        }
+        return dataclasses.replace(server, body=body, buffers=model.buffers, basis=basis)
+
+    def shared_model(self, server: SpanServer) -> Model:
+        """Return the model for all: averaged over the last rounds, or body and mean head."""
+        if int(server.mode) == PERSONAL:
+            head = self._head(server, torch.zeros_like(server.centres.mean[0]))
+            return Model(params={**server.body, **head}, buffers=server.buffers)
+        return server.average if float(server.averaged) > 0 else server.common
+
+    def describe(self, server: SpanServer) -> dict[str, Any]:
+        """Directions of the span of the personal heads, the offset as one; their spectrum."""
+        if int(server.mode) == COMMON:
+            return {"rank": 1.0}
+        rank = int(server.rank)
+        basis = {name: rows[1 : 1 + rank] for name, rows in server.basis.items()}
+        moments = server.moments[1 : 1 + rank, 1 : 1 + rank]
+        return {"rank": float(rank + self.made.offset), **spectrum(basis, moments)}
+
+
+def rounded_argmin(losses: Tensor) -> Tensor:
+    """Position of the smallest loss; the first of those that are equal to 1e-9."""
+    return (losses * 1e9).round().nan_to_num(nan=torch.inf).argmin()
