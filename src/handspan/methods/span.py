@@ -62,8 +62,6 @@ class SpanConfig(MethodConfig):
     """Let all heads share a common part beside the directions."""
     average: float = 0.25
     """Share of the last rounds over which one model for all is averaged; 0 serves the last one."""
-    separation: float = 4.0
-    """Inner standard deviations by which two centres are apart; halves of a normal are 2.6."""
     damping: float = 1e-3
     """Ridge added to the coordinates' moments (lambda)."""
 
@@ -71,7 +69,6 @@ class SpanConfig(MethodConfig):
         """Refuse what cannot be meant."""
         self.at_least("width", 1)
         self.at_least("groups", 1)
-        self.at_least("separation", 0)
         self.at_least("damping", 0)
         self.one_of("weights", WEIGHTS)
         if not 0 <= self.average <= 1:
@@ -96,7 +93,6 @@ def build(setting: Setting, config: SpanConfig) -> Algorithm:
             scaled=config.scaled,
             offset=config.offset,
             damping=config.damping,
-            separation=config.separation,
             average=config.average,
         ),
         Schedule.of(setting.rounds, race=config.race, cut=config.cut, shrink=config.shrink),

@@ -47,7 +47,6 @@ class Parts:
     scaled: bool
     offset: bool
     damping: float
-    separation: float
     average: float
 
 
@@ -221,7 +220,7 @@ class Clients:
     # -- candidates --------------------------------------------------------------------------
 
     def outputs(
-        self, b: SpanBroadcast, k: Any, coordinates: Tensor, batch: Batch, count: int
+        self, b: SpanBroadcast, k: Any, coordinates: Tensor, batch: Batch
     ) -> list[Tensor]:
         """Outputs of the heads at ``coordinates`` (q, k); rows pass through the body once."""
 
@@ -230,7 +229,7 @@ class Clients:
             params = self.told({**b.body, **head}, k.shift, b.temperature)
             return self.task.predict(params, b.buffers, batch.x, batch.side)
 
-        return list(torch.vmap(one)(coordinates).unbind(0))[:count]
+        return list(torch.vmap(one)(coordinates).unbind(0))
 
     def refit(self, b: CutBroadcast, k: Candidates, batch: Batch) -> Candidates:
         """One scaled step of every candidate's coordinates."""
@@ -260,7 +259,7 @@ class Clients:
     def fit_centres(self, b: ServeBroadcast, k: Fitting, batch: Batch) -> Fitting:
         """Add up the losses of all centres."""
         assert batch.y is not None
-        every = self.outputs(b.inner, k.inner, b.inner.means, batch, len(b.share))
+        every = self.outputs(b.inner, k.inner, b.inner.means, batch)
         losses = [
             (self.task.row_loss(outputs, batch.y) * batch.weight).double().sum()
             for outputs in every

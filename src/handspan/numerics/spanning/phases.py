@@ -14,6 +14,7 @@ from handspan.core.method import Setting
 from handspan.core.records import Record
 from handspan.numerics.averaging import begin_training, end_training, sgd_step
 from handspan.numerics.carrying import on_field
+from handspan.numerics.mixture import nearest
 from handspan.numerics.spanning.clients import Clients, Fitting, Parts, mapped
 from handspan.numerics.spanning.records import (
     Candidates,
@@ -23,10 +24,10 @@ from handspan.numerics.spanning.records import (
     SpanBroadcast,
     SpanClient,
     SpanServer,
-    SpanWorking,
+    WeighBroadcast,
 )
 from handspan.numerics.spanning.schedule import PERSONAL, Schedule
-from handspan.numerics.spanning.server import CANDIDATES, OWN, SpanDecisions
+from handspan.numerics.spanning.server import APART, CANDIDATES, OWN, SpanDecisions
 from handspan.numerics.trials import Trial, measuring, trial, uploaded
 
 __all__ = ["Parts", "compose_phases"]
@@ -158,7 +159,7 @@ class _Phases:
                 for params in variants
             ]
             own = working.coordinates.unsqueeze(0)
-            return [*shared, *clients.outputs(b.inner, working, own, batch, 1)]
+            return [*shared, *clients.outputs(b.inner, working, own, batch)]
 
         return self._deciding(
             "judge",
@@ -180,7 +181,7 @@ class _Phases:
             return trial(_Keeping(inner=candidates, kept=client), CANDIDATES, self.device)
 
         def outputs(b: CutBroadcast, k: Any, batch: Batch) -> list[Tensor]:
-            return clients.outputs(b.inner, k.inner, k.inner.coordinates, batch, CANDIDATES)
+            return clients.outputs(b.inner, k.inner, k.inner.coordinates, batch)
 
         refit = Stage(
             step=clients.refit,
@@ -199,28 +200,31 @@ class _Phases:
         )
 
     def weigh(self) -> Phase:
-        """Weights of the own v against the centre, on held-out rows."""
-        clients = self.clients
+        """Centres and weights of the own v against them, on held-out rows."""
+        clients, count = self.clients, len(APART) * len(OWN)
 
-        def begin(b: SpanBroadcast, client: SpanClient, data: ClientData) -> Trial:
-            working = clients.begin(b, client, data)
-            return trial(_Keeping(inner=working, kept=client), len(OWN), self.device)
+        def begin(b: WeighBroadcast, client: SpanClient, data: ClientData) -> Trial:
+            working = clients.begin(b.inner, client, data)
+            return trial(_Keeping(inner=working, kept=client), count, self.device)
 
-        def outputs(b: SpanBroadcast, k: Any, batch: Batch) -> list[Tensor]:
-            working: SpanWorking = k.inner
-            centre = working.choice @ b.means
-            own = torch.tensor(OWN).to(centre).unsqueeze(1)
-            v = centre + own * (working.coordinates - centre)
-            return clients.outputs(b, working, v, batch, len(OWN))
+        def outputs(b: WeighBroadcast, k: Any, batch: Batch) -> list[Tensor]:
+            v, inner = k.inner.coordinates, b.inner
+            candidates: list[Tensor] = []
+            for level in range(len(APART)):
+                means, is_there = b.means[level], b.is_there[level] > 0
+                centre = nearest(v, means, is_there, inner.gram) @ means
+                own = torch.tensor(OWN).to(centre).unsqueeze(1)
+                candidates.append(centre + own * (v - centre))
+            return clients.outputs(inner, k.inner, torch.cat(candidates), batch)
 
         return self._deciding(
             "weigh",
             self.schedule.weighs,
             self.server.weigh,
             begin,
-            (_inside(self._coordinates("train")), (outputs, len(OWN))),
+            (_inside(self._coordinates("train"), lambda b: b.inner), (outputs, count)),
             self.server.combine_weigh,
-            unbatched=_UNBATCHED,
+            unbatched=frozenset({"inner"}),
         )
 
     def _deciding(

@@ -76,6 +76,14 @@ class CutBroadcast(Record):
     inverses: Tensor  # (q, r, r)
 
 
+class WeighBroadcast(Record):
+    """The personal branch, and its centres merged to several degrees."""
+
+    inner: SpanBroadcast
+    means: Tensor  # (levels, groups, k)
+    is_there: Tensor  # (levels, groups)
+
+
 class JudgeBroadcast(Record):
     """Both branches."""
 

@@ -16,7 +16,7 @@ from handspan.core.records import Params, map_tensors, stack
 from handspan.numerics.averaging import ModelBroadcast, ModelState, parts
 from handspan.numerics.local_work import LocalWork
 from handspan.numerics.low_rank import apply_map, gram, spectrum
-from handspan.numerics.mixture import merged, moved, one_centre, split, updated
+from handspan.numerics.mixture import Centres, merged, moved, one_centre, split, updated
 from handspan.numerics.spanning.clients import Parts
 from handspan.numerics.spanning.records import (
     CutBroadcast,
@@ -25,12 +25,15 @@ from handspan.numerics.spanning.records import (
     SpanBroadcast,
     SpanServer,
     SpanSums,
+    WeighBroadcast,
 )
 from handspan.numerics.spanning.schedule import COMMON, PERSONAL, Schedule
 from handspan.numerics.trials import verdict
 
 OWN = (1.0, 0.75, 0.5, 0.25, 0.0)
 """Candidates for the weight of a client's own v; ties go to the first."""
+APART = (6.0, 4.0, 2.8, 0.0)
+"""Candidates for the inner standard deviations by which two centres are apart; 0 merges none."""
 CANDIDATES = 8
 """Numbers of directions that are tried at a cut."""
 _LEAST_TO_SPLIT = 4.0  # clients, remembered ones included
@@ -312,23 +315,43 @@ class SpanDecisions:
 
     # -- shrinking ---------------------------------------------------------------------------
 
-    def merge(self, server: SpanServer) -> SpanServer:
-        """Merge centres that are not apart."""
-        centres = merged(server.centres, self._gram(server), self.made.separation)
-        return dataclasses.replace(server, centres=centres)
+    def levels(self, server: SpanServer) -> list[Centres]:
+        """Centres merged to the degrees that are tried, those with the fewest centres first."""
+        products, levels, centres = self._gram(server), list[Centres](), server.centres
+        for apart in reversed(APART):
+            centres = merged(centres, products, apart)
+            levels.append(centres)
+        return levels[::-1]
 
-    def weigh(self, server: SpanServer, round: Round) -> SpanBroadcast:
-        """Send the directions with the merged centres."""
-        return self.personal(self.merge(server), round)
+    def weigh(self, server: SpanServer, round: Round) -> WeighBroadcast:
+        """Send the directions, and the candidates for the centres."""
+        inner, rank = self.personal(server, round), int(server.rank)
+        levels = self.levels(server)
+        return WeighBroadcast(
+            inner=inner,
+            means=torch.stack([c.mean[:, :rank] for c in levels]).to(inner.means),
+            is_there=torch.stack([c.count > 0 for c in levels]).to(inner.is_there),
+        )
 
     def combine_weigh(self, server: SpanServer, r: Reduced, round: Round) -> SpanServer:
-        """Choose the weight of the clients' own v; with one centre and none of it, race no more."""
-        server, found = self.merge(server), verdict(r)
+        """Choose the centres and the weight of the clients' own v."""
+        found = verdict(r)
         if found is None:
             return server
-        own = OWN[int(rounded_argmin(found.losses))]
-        server = dataclasses.replace(server, own=torch.tensor(own, dtype=torch.float64))
-        if own > 0 or int((server.centres.count > 0).sum()) > 1:
+        best = int(rounded_argmin(found.losses))
+        for level, centres in enumerate(self.levels(server)):
+            # The fewest centres that are not clearly worse than the best candidate.
+            place = level * len(OWN)
+            place += int(rounded_argmin(found.losses[place : place + len(OWN)]))
+            gain, error = found.gain(best, place)
+            if gain <= error:
+                own = torch.tensor(OWN[place % len(OWN)], dtype=torch.float64)
+                return self._settled(dataclasses.replace(server, centres=centres, own=own))
+        raise AssertionError("the best candidate is not clearly worse than itself")
+
+    def _settled(self, server: SpanServer) -> SpanServer:
+        """With one centre and nothing of their own, clients have one model for all."""
+        if float(server.own) > 0 or int((server.centres.count > 0).sum()) > 1:
             return server
         v = server.centres.mean[int(server.centres.count.argmax())]
         head = self._head(server, v)
