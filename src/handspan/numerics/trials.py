@@ -61,9 +61,7 @@ def bounded_loss(task: Task, outputs: Tensor, y: Tensor) -> Tensor:
     return torch.minimum(task.row_loss(outputs, y), task.row_loss(torch.zeros_like(outputs), y))
 
 
-def measuring(
-    task: Task, outputs: Callable[[Any, Any, Batch], list[Tensor]], models: int
-) -> Stage:
+def measuring(task: Task, outputs: Callable[[Any, Any, Batch], list[Tensor]], models: int) -> Stage:
     """Stage in which the candidates' ``outputs(B, inner, batch)`` are scored."""
 
     def step(b: Any, k: Trial, batch: Batch) -> Trial:

@@ -125,9 +125,7 @@ class Clients:
         """v <- v - eta (U^T U)^-1 U^T grad f_i."""
         _, _, gradient = value_and_grad(
             lambda v: self.task.loss(
-                self.told(
-                    {**k.body, **compose(b.basis, extended(v))}, k.shift, b.temperature
-                ),
+                self.told({**k.body, **compose(b.basis, extended(v))}, k.shift, b.temperature),
                 k.buffers,
                 batch,
             ),
@@ -148,9 +146,7 @@ class Clients:
         choice = nearest(k.coordinates, b.means, b.is_there > 0, b.gram)
         centre = choice @ b.means
         fixed = extended(centre + b.own * (k.coordinates - centre))
-        return dataclasses.replace(
-            k, choice=choice, fixed=fixed, start=compose(b.basis, fixed)
-        )
+        return dataclasses.replace(k, choice=choice, fixed=fixed, start=compose(b.basis, fixed))
 
     def shared_step(self, b: SpanBroadcast, k: SpanWorking, batch: Batch) -> SpanWorking:
         """One step on body and head: a step of the head on D, where U moves by D [1, v]^T."""
@@ -219,9 +215,7 @@ class Clients:
 
     # -- candidates --------------------------------------------------------------------------
 
-    def outputs(
-        self, b: SpanBroadcast, k: Any, coordinates: Tensor, batch: Batch
-    ) -> list[Tensor]:
+    def outputs(self, b: SpanBroadcast, k: Any, coordinates: Tensor, batch: Batch) -> list[Tensor]:
         """Outputs of the heads at ``coordinates`` (q, k); rows pass through the body once."""
 
         def one(v: Tensor) -> Tensor:
@@ -274,9 +268,7 @@ class Clients:
         choice = (torch.arange(len(b.share), device=best.device) == best).to(self.like)
         return choice, choice @ b.inner.means
 
-    def settle(
-        self, b: ServeBroadcast, k: Fitting, data: ClientData
-    ) -> tuple[SpanClient, None]:
+    def settle(self, b: ServeBroadcast, k: Fitting, data: ClientData) -> tuple[SpanClient, None]:
         """Shrink the client's v to the centre that fits its rows."""
         choice, centre = self.chosen(b, k)
         v = centre + b.inner.own * (k.inner.coordinates - centre)
@@ -291,9 +283,7 @@ class Clients:
         found = (y == classes).to(self.like) * batch.weight.view(-1, 1, 1)
         return dataclasses.replace(k, counts=k.counts + found.sum((0, 1)))
 
-    def served(
-        self, b: ServeBroadcast, k: Fitting, data: ClientData
-    ) -> tuple[SpanServed, None]:
+    def served(self, b: ServeBroadcast, k: Fitting, data: ClientData) -> tuple[SpanServed, None]:
         """Return what the model is made of."""
         shift = None
         if self.made.bias is not None:
@@ -305,6 +295,4 @@ class Clients:
         """Return head U [1, v], the body, and the label prior."""
         inner = b.inner
         params = {**inner.body, **compose(inner.basis, extended(c.coordinates))}
-        return Model(
-            params=self.told(params, c.shift, inner.temperature), buffers=inner.buffers
-        )
+        return Model(params=self.told(params, c.shift, inner.temperature), buffers=inner.buffers)

@@ -145,8 +145,11 @@ class _Phases:
         task, count = self.made.task, 3 if self.made.bias is not None else 2
 
         def begin(b: JudgeBroadcast, client: SpanClient, data: ClientData) -> Trial:
-            return trial(_Keeping(inner=clients.begin(b.inner, client, data), kept=client),
-                         count, self.device)
+            return trial(
+                _Keeping(inner=clients.begin(b.inner, client, data), kept=client),
+                count,
+                self.device,
+            )
 
         def outputs(b: JudgeBroadcast, k: Any, batch: Batch) -> list[Tensor]:
             plain, working = b.common.params, k.inner
@@ -155,8 +158,7 @@ class _Phases:
                 one = torch.ones_like(b.inner.temperature)
                 variants.append(clients.told(plain, working.shift, one))
             shared = [
-                task.predict(params, b.common.buffers, batch.x, batch.side)
-                for params in variants
+                task.predict(params, b.common.buffers, batch.x, batch.side) for params in variants
             ]
             own = working.coordinates.unsqueeze(0)
             return [*shared, *clients.outputs(b.inner, working, own, batch)]
@@ -334,9 +336,7 @@ class _Phases:
             v = torch.where(data.num > 0, k.inner.coordinates, mean)
             return clients.kept(b.inner, dataclasses.replace(k.inner, coordinates=v)), None
 
-        steps = Stage(
-            step=clients.coordinate_step, rows=rows, **self.setting.work.adapting()
-        )
+        steps = Stage(step=clients.coordinate_step, rows=rows, **self.setting.work.adapting())
         fit = dataclasses.replace(self._fit_centres(rows), finish=start)
         return Phase(
             name="adapt",

@@ -340,9 +340,10 @@ class SpanDecisions:
             return server
         best = int(rounded_argmin(found.losses))
         for level, centres in enumerate(self.levels(server)):
-            # The fewest centres that are not clearly worse than the best candidate.
-            place = level * len(OWN)
-            place += int(rounded_argmin(found.losses[place : place + len(OWN)]))
+            # The fewest centres that are not clearly worse, with no more of the clients' own v.
+            place = level * len(OWN) + best % len(OWN)
+            last = (level + 1) * len(OWN)
+            place += int(rounded_argmin(found.losses[place:last]))
             gain, error = found.gain(best, place)
             if gain <= error:
                 own = torch.tensor(OWN[place % len(OWN)], dtype=torch.float64)
