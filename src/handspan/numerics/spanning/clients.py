@@ -122,7 +122,7 @@ class Clients:
         return shifted(params, self.made.bias, temperature * shift)
 
     def coordinate_step(self, b: SpanBroadcast, k: SpanWorking, batch: Batch) -> SpanWorking:
-        """v <- v - eta (U^T U)^-1 U^T grad f_i."""
+        """V <- v - eta (U^T U)^-1 U^T grad f_i."""
         _, _, gradient = value_and_grad(
             lambda v: self.task.loss(
                 self.told({**k.body, **compose(b.basis, extended(v))}, k.shift, b.temperature),

@@ -15,19 +15,19 @@ from handspan.core.records import Record
 from handspan.numerics.averaging import begin_training, end_training, sgd_step
 from handspan.numerics.carrying import on_field
 from handspan.numerics.mixture import nearest
+from handspan.numerics.spanning.canonical import CANDIDATES
 from handspan.numerics.spanning.clients import Clients, Fitting, Parts, mapped
 from handspan.numerics.spanning.records import (
     Candidates,
     CutBroadcast,
     JudgeBroadcast,
     ServeBroadcast,
-    SpanBroadcast,
     SpanClient,
     SpanServer,
     WeighBroadcast,
 )
 from handspan.numerics.spanning.schedule import PERSONAL, Schedule
-from handspan.numerics.spanning.server import APART, CANDIDATES, OWN, SpanDecisions
+from handspan.numerics.spanning.server import APART, OWN, SpanDecisions
 from handspan.numerics.trials import Trial, measuring, trial, uploaded
 
 __all__ = ["Parts", "compose_phases"]

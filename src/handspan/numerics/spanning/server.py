@@ -17,6 +17,7 @@ from handspan.numerics.averaging import ModelBroadcast, ModelState, parts
 from handspan.numerics.local_work import LocalWork
 from handspan.numerics.low_rank import apply_map, gram, spectrum
 from handspan.numerics.mixture import Centres, merged, moved, one_centre, split, updated
+from handspan.numerics.spanning.canonical import canonical, sizes
 from handspan.numerics.spanning.clients import Parts
 from handspan.numerics.spanning.records import (
     CutBroadcast,
@@ -34,12 +35,9 @@ OWN = (1.0, 0.75, 0.5, 0.25, 0.0)
 """Candidates for the weight of a client's own v; ties go to the first."""
 APART = (6.0, 4.0, 2.8, 0.0)
 """Candidates for the inner standard deviations by which two centres are apart; 0 merges none."""
-CANDIDATES = 8
-"""Numbers of directions that are tried at a cut."""
 _LEAST_TO_SPLIT = 4.0  # clients, remembered ones included
 _MEMORY = 0.8  # of the moments
 _RIDGE = 1e-8  # of U^T U, relative to its mean diagonal
-_WHITENING = 1e-2  # ridge of the covariance that is made canonical: cohorts are small
 
 
 class SpanDecisions:
@@ -218,53 +216,9 @@ class SpanDecisions:
 
     # -- cuts --------------------------------------------------------------------------------
 
-    def canonical(self, server: SpanServer) -> tuple[Params, Tensor, Tensor, Tensor]:
-        """Basis whose directions are orthogonal, and for which the coordinates are white.
-
-        Returns
-        -------
-        basis, matrix, shift
-            v -> matrix v + shift; dormant directions stay as they are, their coordinates are 0.
-        values
-            (rank,) lengths of the directions: singular values of the centred models.
-        """
-        rank, width = int(server.rank), self.made.width
-        first, second = server.moments[0, 1 : 1 + rank], server.moments[1 : 1 + rank, 1 : 1 + rank]
-        mean = first if self.made.offset else torch.zeros_like(first)
-        eye = torch.eye(rank, dtype=torch.float64, device=mean.device)
-        covariance = second - torch.outer(mean, mean)
-        covariance = covariance + _WHITENING * covariance.diagonal().mean() * eye
-        values, vectors = torch.linalg.eigh(covariance)
-        values = values.clamp(min=1e-12)
-        root = (vectors * values.sqrt()) @ vectors.T
-        squares, rotation = torch.linalg.eigh(root @ self._gram(server) @ root)
-        squares, rotation = squares.flip(0).clamp(min=0), rotation.flip(1)
-        # A direction's sign is free: its largest entry is positive, on every machine.
-        largest = rotation.gather(0, rotation.abs().argmax(0, keepdim=True))
-        rotation = rotation * torch.where(largest < 0, -1.0, 1.0)
-        inverse_root = (vectors / values.sqrt()) @ vectors.T
-        matrix = torch.zeros(width, width, dtype=torch.float64, device=mean.device)
-        matrix[:rank, :rank] = rotation.T @ inverse_root
-        shift = torch.zeros(width, dtype=torch.float64, device=mean.device)
-        shift[:rank] = -matrix[:rank, :rank] @ mean
-        change = torch.eye(1 + width, dtype=torch.float64, device=mean.device)
-        change[0, 1 : 1 + rank] = mean  # the offset takes the mean head
-        change[1 : 1 + rank, 1 : 1 + rank] = rotation.T @ root
-        return apply_map(change, server.basis), matrix, shift, squares.sqrt()
-
-    def sizes(self, values: Tensor) -> list[int]:
-        """Numbers of directions to try: where the spectrum falls most, all, and dormant ones."""
-        width = self.made.width
-        rank = len(values)
-        falls = (values[:-1] - values[1:]) / values[:-1].clamp(min=1e-30)
-        falls = torch.where(values[:-1] > 0.05 * values[0], falls, -1.0)
-        order = (1 + falls.argsort(descending=True, stable=True)).tolist()
-        chosen = [size for size in dict.fromkeys([rank, width, *order])][:CANDIDATES]
-        return sorted(chosen) + [max(chosen)] * (CANDIDATES - len(chosen))
-
     def cut(self, server: SpanServer, round: Round) -> CutBroadcast:
         """Send all directions, dormant ones too, and the candidates."""
-        basis, matrix, shift, values = self.canonical(server)
+        basis, matrix, shift, values = canonical(server, self.made.offset)
         count = int(server.num_cuts)
         matrices, shifts = server.matrices.clone(), server.shifts.clone()
         matrices[count], shifts[count] = matrix, shift
@@ -276,7 +230,7 @@ class SpanDecisions:
             num_cuts=torch.tensor(count + 1),
         )
         like, place = self.setting.scalar, torch.arange(self.made.width)
-        masks = torch.stack([place < size for size in self.sizes(values)])
+        masks = torch.stack([place < size for size in sizes(values, self.made.width)])
         products = gram(basis)[1:, 1:]
         inverses = torch.stack([self._masked_inverse(products, mask) for mask in masks])
         return CutBroadcast(
@@ -293,11 +247,11 @@ class SpanDecisions:
 
     def combine_cut(self, server: SpanServer, r: Reduced, round: Round) -> SpanServer:
         """Keep the directions of least held-out loss."""
-        basis, matrix, shift, values = self.canonical(server)
+        basis, matrix, shift, values = canonical(server, self.made.offset)
         found = verdict(r)
         rank = int(server.rank)
         if found is not None:
-            rank = self.sizes(values)[int(rounded_argmin(found.losses))]
+            rank = sizes(values, self.made.width)[int(rounded_argmin(found.losses))]
         matrix[rank:], shift[rank:] = 0.0, 0.0
         count = int(server.num_cuts)
         matrices, shifts = server.matrices.clone(), server.shifts.clone()
