@@ -51,8 +51,9 @@ def compose_phases(setting: Setting, made: Parts, schedule: Schedule) -> Algorit
             phases.weigh(),
             phases.common("race", "train", schedule.races_common),
             phases.common("common", final, schedule.is_common),
-            phases.personal("explore", "train", schedule.explores),
-            phases.personal("train", final, schedule.is_personal),
+            phases.personal("explore", "train", schedule.explores, phases.work),
+            # Once the centres are found, most steps go to what they share.
+            phases.personal("train", final, schedule.is_personal, phases.work[::-1]),
         ),
         adapt=phases.adapt(final),
         personal=(phases.choose(final), phases.serve(final)),
@@ -85,7 +86,7 @@ class _Phases:
         self.setting, self.made, self.schedule = setting, made, schedule
         self.clients = Clients(setting, made)
         self.server = SpanDecisions(setting, made, schedule)
-        self.personal_work, self.shared_work = setting.work.split()
+        self.work = setting.work.split()
         self.device = setting.device
 
     # -- training ----------------------------------------------------------------------------
@@ -111,17 +112,17 @@ class _Phases:
             infers="gradients of the whole model",
         )
 
-    def personal(self, name: str, rows: Rows, when: Any) -> Phase:
-        """Personal heads: v first, then body and basis."""
-        clients = self.clients
+    def personal(self, name: str, rows: Rows, when: Any, work: tuple[dict[str, Any], ...]) -> Phase:
+        """Personal heads: v first, then body and basis; ``work`` of both."""
+        clients, (personal, shared) = self.clients, work
         return Phase(
             name=name,
             when=when,
             broadcast=self.server.personal,
             begin=clients.begin,
             stages=(
-                self._coordinates(rows),
-                Stage(step=clients.shared_step, rows=rows, **self.shared_work),
+                self._coordinates(rows, personal),
+                Stage(step=clients.shared_step, rows=rows, **shared),
             ),
             end=clients.end,
             combine=self.server.combine_personal,
@@ -132,9 +133,8 @@ class _Phases:
             infers="v_i up to scale and its centre; gradients",
         )
 
-    def _coordinates(self, rows: Rows) -> Stage:
+    def _coordinates(self, rows: Rows, work: dict[str, Any]) -> Stage:
         clients = self.clients
-        work = self.personal_work
         return Stage(step=clients.coordinate_step, finish=clients.shrink, rows=rows, **work)
 
     # -- decisions ---------------------------------------------------------------------------
@@ -168,7 +168,10 @@ class _Phases:
             self.schedule.judges,
             self.server.judge,
             begin,
-            (_inside(self._coordinates("train"), lambda b: b.inner), (outputs, count)),
+            (
+                _inside(self._coordinates("train", self.work[0]), lambda b: b.inner),
+                (outputs, count),
+            ),
             self.server.combine_judge,
             unbatched=frozenset({"common", "inner"}),
         )
@@ -224,7 +227,10 @@ class _Phases:
             self.schedule.weighs,
             self.server.weigh,
             begin,
-            (_inside(self._coordinates("train"), lambda b: b.inner), (outputs, count)),
+            (
+                _inside(self._coordinates("train", self.work[0]), lambda b: b.inner),
+                (outputs, count),
+            ),
             self.server.combine_weigh,
             unbatched=frozenset({"inner"}),
         )

@@ -29,7 +29,7 @@ from handspan.numerics.spanning.records import (
     WeighBroadcast,
 )
 from handspan.numerics.spanning.schedule import COMMON, PERSONAL, Schedule
-from handspan.numerics.trials import verdict
+from handspan.numerics.trials import Verdict, verdict
 
 OWN = (1.0, 0.75, 0.5, 0.25, 0.0)
 """Candidates for the weight of a client's own v; ties go to the first."""
@@ -251,7 +251,7 @@ class SpanDecisions:
         found = verdict(r)
         rank = int(server.rank)
         if found is not None:
-            rank = sizes(values, self.made.width)[int(rounded_argmin(found.losses))]
+            rank = self._chosen_size(found, sizes(values, self.made.width), rank)
         matrix[rank:], shift[rank:] = 0.0, 0.0
         count = int(server.num_cuts)
         matrices, shifts = server.matrices.clone(), server.shifts.clone()
@@ -266,6 +266,12 @@ class SpanDecisions:
             num_cuts=torch.tensor(count + 1),
             rank=torch.tensor(rank),
         )
+
+    def _chosen_size(self, found: Verdict, tried: list[int], rank: int) -> int:
+        """Least loss; dropped directions come back only if they are clearly missed."""
+        best, current = int(rounded_argmin(found.losses)), tried.index(rank)
+        gain, error = found.gain(best, current)
+        return rank if tried[best] > rank and gain <= error else tried[best]
 
     # -- shrinking ---------------------------------------------------------------------------
 
@@ -370,7 +376,10 @@ class SpanDecisions:
         rank = int(server.rank)
         basis = {name: rows[1 : 1 + rank] for name, rows in server.basis.items()}
         moments = server.moments[1 : 1 + rank, 1 : 1 + rank]
-        return {"rank": float(rank + self.made.offset), **spectrum(basis, moments)}
+        seen = spectrum(basis, moments)
+        if float(server.own) == 0:  # heads are those of the centres
+            rank = min(rank, int((server.centres.count > 0).sum()) - 1)
+        return {"rank": float(rank + self.made.offset), **seen}
 
 
 def rounded_argmin(losses: Tensor) -> Tensor:
