@@ -10,7 +10,7 @@ from handspan.core.data import Round
 RACE, PERSONAL, COMMON = 0, 1, 2  # modes of the server's record
 # Shares of the rounds: the race's end, the two cuts, and the moment of shrinking. Nobody trains on
 # validation rows before the last of them.
-_RACE, _CUTS, _SHRINK = 0.2, (0.35, 0.42), 0.5
+_RACE, _CUTS, _SHRINK = 0.2, (0.35, 0.45), 0.55
 _SPLIT_EVERY = 2  # rounds; Lloyd's steps in between let the halves find their places
 
 

@@ -35,6 +35,7 @@ OWN = (1.0, 0.75, 0.5, 0.25, 0.0)
 """Candidates for the weight of a client's own v; ties go to the first."""
 APART = (6.0, 4.0, 2.8, 0.0)
 """Candidates for the inner standard deviations by which two centres are apart; 0 merges none."""
+_MISSED = 2.0  # standard errors by which dropped directions must be missed to come back
 _LEAST_TO_SPLIT = 4.0  # clients, remembered ones included
 _MEMORY = 0.8  # of the moments
 _RIDGE = 1e-8  # of U^T U, relative to its mean diagonal
@@ -271,7 +272,7 @@ class SpanDecisions:
         """Least loss; dropped directions come back only if they are clearly missed."""
         best, current = int(rounded_argmin(found.losses)), tried.index(rank)
         gain, error = found.gain(best, current)
-        return rank if tried[best] > rank and gain <= error else tried[best]
+        return rank if tried[best] > rank and gain <= _MISSED * error else tried[best]
 
     # -- shrinking ---------------------------------------------------------------------------
 
