@@ -166,5 +166,8 @@ def unpack(path: Path) -> tuple[Params, dict[str, Any]]:
 def _checksum(named: Params, about: str) -> str:
     total = zlib.crc32(about.encode())
     for name in sorted(named):
-        total = zlib.crc32(named[name].reshape(-1).view(torch.uint8).numpy(), total)
+        flat = named[name].reshape(-1)
+        if flat.stride(0) != 1:  # a single number, cut out of a larger tensor
+            flat = flat.clone(memory_format=torch.contiguous_format)
+        total = zlib.crc32(flat.view(torch.uint8).numpy(), total)
     return f"{total:08x}"

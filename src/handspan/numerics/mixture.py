@@ -40,8 +40,7 @@ class CentreSums(Record):
 def one_centre(most: int, width: int, device: torch.device) -> Centres:
     """Start with one centre, at the origin."""
     zeros = torch.zeros(most, width, dtype=torch.float64, device=device)
-    count = zeros[:, 0].clone()
-    count[0] = 1.0
+    count = torch.eye(1, most, dtype=torch.float64, device=device)[0]
     return Centres(count=count, mean=zeros, variance=zeros.clone())
 
 
