@@ -558,4 +558,20 @@ MUTATIONS: tuple[Mutation, ...] = (
             "self._committed = len(self._staged)",
         ),
     ),
+    *_of(
+        "span",
+        "numerics/spanning/clients.py",
+        ("missing preconditioner", '{"v": b.inverse @ gradient}', '{"v": gradient}'),
+        ("the cuts are forgotten", "client.seen <= cut", "client.seen < cut"),
+        ("the own v instead of the shrunk one", "fixed=fixed, start=", "start="),
+    ),
+    *_of(
+        "span",
+        "numerics/spanning/server.py",
+        (
+            "missing inverse of the moments",
+            "torch.linalg.inv(moments + self.made.damping * eye)",
+            "eye",
+        ),
+    ),
 )
