@@ -120,9 +120,7 @@ TABLES: dict[str, Table] = {
             ("iid", "iid"),
         )
     },
-    "hospital-digits": _hospital(
-        "--data digits --clients 12 --partition quantity:1.5+permuted:3"
-    ),
+    "hospital-digits": _hospital("--data digits --clients 12 --partition quantity:1.5+permuted:3"),
     "hospital-landmine": _hospital("--data {data}/landmine12.npz --partition natural --clients 12"),
     "gate": Table(
         methods=("local", "fedavg+ft+gate", "fedrep+gate", "span+gate"),
