@@ -57,8 +57,8 @@ def trial(inner: Any, count: int, device: torch.device) -> Trial:
 
 
 def bounded_loss(task: Task, outputs: Tensor, y: Tensor) -> Tensor:
-    """Loss of each row, at most that of an output of zeros."""
-    return torch.minimum(task.row_loss(outputs, y), task.row_loss(torch.zeros_like(outputs), y))
+    """Loss of each row, at most that of an output of zeros; also where it is no number."""
+    return torch.fmin(task.row_loss(outputs, y), task.row_loss(torch.zeros_like(outputs), y))
 
 
 def measuring(task: Task, outputs: Callable[[Any, Any, Batch], list[Tensor]], models: int) -> Stage:

@@ -31,11 +31,11 @@ def canonical(server: SpanServer, has_offset: bool) -> tuple[Params, Tensor, Ten
     rank, width = int(server.rank), server.moments.shape[0] - 1
     first, second = server.moments[0, 1 : 1 + rank], server.moments[1 : 1 + rank, 1 : 1 + rank]
     mean = first if has_offset else torch.zeros_like(first)
-    values, vectors = torch.linalg.eigh(_covariance(second, mean))
+    values, vectors = _eigh(_covariance(second, mean))
     values = values.clamp(min=1e-12)
     root, inverse_root = (vectors * values**power @ vectors.T for power in (0.5, -0.5))
     directions = {name: rows[1 : 1 + rank] for name, rows in server.basis.items()}
-    squares, rotation = torch.linalg.eigh(root @ gram(directions) @ root)
+    squares, rotation = _eigh(root @ gram(directions) @ root)
     squares, rotation = squares.flip(0).clamp(min=0), rotation.flip(1)
     # A direction's sign is free: its largest entry is positive, on every machine.
     largest = rotation.gather(0, rotation.abs().argmax(0, keepdim=True))
@@ -48,6 +48,12 @@ def canonical(server: SpanServer, has_offset: bool) -> tuple[Params, Tensor, Ten
     change[0, 1 : 1 + rank] = mean
     change[1 : 1 + rank, 1 : 1 + rank] = rotation.T @ root
     return apply_map(change, server.basis), matrix, shift, squares.sqrt()
+
+
+def _eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    # A run that diverged goes on without meaning, and without failing.
+    values, vectors = torch.linalg.eigh(matrix.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0))
+    return values, vectors
 
 
 def _covariance(second: Tensor, mean: Tensor) -> Tensor:
