@@ -69,8 +69,9 @@ class SpanConfig(MethodConfig):
         """Refuse what cannot be meant."""
         self.at_least("width", 1)
         self.at_least("groups", 1)
-        self.at_least("damping", 0)
         self.one_of("weights", WEIGHTS)
+        if not 0 < self.damping < float("inf"):
+            raise HandspanError(f"damping must be above 0, not {self.damping}")
         if not 0 <= self.average <= 1:
             raise HandspanError(f"average is a share of the rounds, not {self.average}")
 
