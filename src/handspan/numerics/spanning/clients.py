@@ -60,7 +60,7 @@ class Fitting(Record):
 
 def extended(coordinates: Tensor) -> Tensor:
     """Coordinates with the offset's 1 in front."""
-    return torch.cat([torch.ones(1).to(coordinates), coordinates])
+    return torch.cat([coordinates.new_ones(1), coordinates])
 
 
 def mapped(client: SpanClient, b: SpanBroadcast) -> Tensor:
@@ -150,7 +150,8 @@ class Clients:
 
     def shared_step(self, b: SpanBroadcast, k: SpanWorking, batch: Batch) -> SpanWorking:
         """One step on body and head: a step of the head on D, where U moves by D [1, v]^T."""
-        scale = torch.ones_like(b.learning_rate) if self.made.scaled else k.fixed @ k.fixed
+        v = k.fixed if self.made.offset else k.fixed[1:]  # what multiplies a part that moves
+        scale = torch.ones_like(b.learning_rate) if self.made.scaled else v @ v
         head = {name: start + scale * k.delta[name] for name, start in k.start.items()}
         _, buffers, gradient = value_and_grad(
             lambda params: self.task.loss(
@@ -272,6 +273,7 @@ class Clients:
         """Shrink the client's v to the centre that fits its rows."""
         choice, centre = self.chosen(b, k)
         v = centre + b.inner.own * (k.inner.coordinates - centre)
+        v = torch.where(data.num > 0, v, k.inner.coordinates)  # without rows nothing fits
         settled = dataclasses.replace(k.inner, coordinates=v, choice=choice)
         return self.kept(b.inner, settled), None
 

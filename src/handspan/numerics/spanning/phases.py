@@ -130,7 +130,7 @@ class _Phases:
             reduce=clients.reduce,
             wire=clients.wire,
             weight=self.made.weight,
-            infers="v_i up to scale and its centre; gradients",
+            infers="v_i and its centre; gradients",
         )
 
     def _coordinates(self, rows: Rows, work: dict[str, Any]) -> Stage:
@@ -218,9 +218,8 @@ class _Phases:
             for level in range(len(APART)):
                 means, is_there = b.means[level], b.is_there[level] > 0
                 centre = nearest(v, means, is_there, inner.gram) @ means
-                own = torch.tensor(OWN).to(centre).unsqueeze(1)
-                candidates.append(centre + own * (v - centre))
-            return clients.outputs(inner, k.inner, torch.cat(candidates), batch)
+                candidates += [centre + own * (v - centre) for own in OWN]
+            return clients.outputs(inner, k.inner, torch.stack(candidates), batch)
 
         return self._deciding(
             "weigh",
@@ -311,7 +310,7 @@ class _Phases:
         def begin(b: ServeBroadcast, client: SpanClient, data: ClientData) -> Fitting:
             k = clients.start_fitting(b, mapped(client, b.inner), None)
             groups = torch.arange(len(b.share), device=b.share.device)
-            choice = (groups == client.centre).to(b.share)
+            choice = (groups == client.centre) * b.inner.is_there  # of one model for all: the first
             return dataclasses.replace(k, inner=dataclasses.replace(k.inner, choice=choice))
 
         return Phase(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from handspan.core.algorithm import Model
@@ -33,6 +31,7 @@ class SpanServer(Record):
     rank: Tensor  # () int64, directions in use
     temperature: Tensor  # () float64, of the label prior
     own: Tensor  # () float64, weight of a client's own v against its centre
+    weighed: Tensor  # () int64, 1 once that has been chosen
 
 
 class SpanClient(Record):
@@ -140,4 +139,4 @@ class Candidates(Record):
     """Coordinates refitted for each candidate."""
 
     coordinates: Tensor  # (q, r)
-    shift: Any
+    shift: Tensor | None  # (classes,)

@@ -28,13 +28,13 @@ class Schedule:
     def of(cls, rounds: int, *, race: bool, cut: bool, shrink: bool) -> Schedule:
         """Place the decisions in a run of so many rounds."""
 
-        def at(share: float) -> int:
-            return max(1, int(share * rounds))
+        def at(share: float, least: int = 1) -> int:
+            return max(least, int(share * rounds))
 
         return cls(
             rounds=rounds,
             first_mode=RACE if race else PERSONAL,
-            race=at(_RACE) if race else None,
+            race=at(_RACE, 2) if race else None,  # either side has trained
             cuts=tuple(sorted({at(share) for share in _CUTS})) if cut else (),
             shrink=at(_SHRINK) if shrink else None,
         )
@@ -50,16 +50,19 @@ class Schedule:
         return max([self.race or 0, *self.cuts[:1]])
 
     def judges(self, server: Any, round: Round) -> bool:
-        """Whether the race ends in this round."""
-        return int(server.mode) == RACE and int(round.index) == self.race
+        """Whether the race ends in this round, or in the first one that is not abandoned."""
+        is_due = self.race is not None and int(round.index) >= self.race
+        return int(server.mode) == RACE and is_due
 
     def cuts_now(self, server: Any, round: Round) -> bool:
         """Whether the number of directions is chosen in this round."""
-        return int(server.mode) == PERSONAL and int(round.index) in self.cuts
+        due = sum(cut <= int(round.index) for cut in self.cuts)
+        return int(server.mode) == PERSONAL and int(server.num_cuts) < due
 
     def weighs(self, server: Any, round: Round) -> bool:
         """Whether the shrinkage is chosen in this round."""
-        return int(server.mode) == PERSONAL and int(round.index) == self.shrink
+        is_due = self.shrink is not None and int(round.index) >= self.shrink
+        return int(server.mode) == PERSONAL and is_due and not int(server.weighed)
 
     def races_common(self, server: Any, round: Round) -> bool:
         """Whether the cohort trains one model for all, which may yet lose."""

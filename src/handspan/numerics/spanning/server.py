@@ -79,6 +79,7 @@ class SpanDecisions:
             rank=torch.tensor(width),
             temperature=number(0.0),
             own=number(1.0),
+            weighed=torch.tensor(0),
         )
 
     def rate(self, round: Round) -> Tensor:
@@ -297,6 +298,7 @@ class SpanDecisions:
     def combine_weigh(self, server: SpanServer, r: Reduced, round: Round) -> SpanServer:
         """Choose the centres and the weight of the clients' own v."""
         found = verdict(r)
+        server = dataclasses.replace(server, weighed=torch.tensor(1))
         if found is None:
             return server
         best = int(rounded_argmin(found.losses))
@@ -318,7 +320,13 @@ class SpanDecisions:
         v = server.centres.mean[int(server.centres.count.argmax())]
         head = self._head(server, v)
         common = Model(params={**server.body, **head}, buffers=server.buffers)
-        return dataclasses.replace(server, common=common, mode=torch.tensor(COMMON))
+        return dataclasses.replace(
+            server,
+            common=common,
+            averaged=torch.zeros_like(server.averaged),  # those were of another model
+            centres=one_centre(self.made.groups, self.made.width, v.device),
+            mode=torch.tensor(COMMON),
+        )
 
     def _head(self, server: SpanServer, v: Tensor) -> Params:
         v = torch.cat([v.new_ones(1), v])
@@ -332,7 +340,7 @@ class SpanDecisions:
     def serve(self, server: SpanServer, round: Round) -> ServeBroadcast:
         """Send what models are made of; directions that are not in use are zero."""
         width, rank = self.made.width, int(server.rank)
-        if int(server.mode) == COMMON:
+        if int(server.mode) != PERSONAL:  # while the race is open, the safe side is served
             server, rank = self._as_personal(server), 0
         sent = self._sent(server, round, rank)
 
@@ -366,20 +374,20 @@ class SpanDecisions:
     def shared_model(self, server: SpanServer) -> Model:
         """Return the model for all: averaged over the last rounds, or body and mean head."""
         if int(server.mode) == PERSONAL:
-            head = self._head(server, torch.zeros_like(server.centres.mean[0]))
+            head = self._head(server, server.moments[0, 1:])
             return Model(params={**server.body, **head}, buffers=server.buffers)
         return server.average if float(server.averaged) > 0 else server.common
 
     def describe(self, server: SpanServer) -> dict[str, Any]:
         """Directions of the span of the personal heads, the offset as one; their spectrum."""
-        if int(server.mode) == COMMON:
+        if int(server.mode) != PERSONAL:
             return {"rank": 1.0}
         rank = int(server.rank)
         basis = {name: rows[1 : 1 + rank] for name, rows in server.basis.items()}
         moments = server.moments[1 : 1 + rank, 1 : 1 + rank]
         seen = spectrum(basis, moments)
         if float(server.own) == 0:  # heads are those of the centres
-            rank = min(rank, int((server.centres.count > 0).sum()) - 1)
+            rank = min(rank, int((server.centres.count > 0).sum()) - self.made.offset)
         return {"rank": float(rank + self.made.offset), **seen}
 
 
