@@ -135,11 +135,23 @@ def test_a_new_client_learns_its_shares_and_nothing_else():
 
 @pytest.mark.parametrize(
     "setting",
-    ["num_bases=0", "temperature=0", "shares=free", "start=last", "spread=-1"],
+    [
+        "num_bases=0",
+        "shares=free:mean=clients:temperature=1",
+        "temperature=0",
+        "shares=free",
+        "start=last",
+        "spread=-1",
+    ],
 )
 def test_settings_out_of_range_are_refused(setting):
     with pytest.raises(HandspanError):
         parse(f"fedbasis:{setting}")
+
+
+def test_more_bases_than_clients_are_refused():
+    with pytest.raises(HandspanError, match="exceeds the 11 clients"):
+        Reference("fedbasis:num_bases=12")
 
 
 def test_weight_decay_is_refused():

@@ -98,6 +98,11 @@ def test_one_component_is_fedavg():
     close({k: v[0] for k, v in one.items()}, arrays(avg), 1e-14)
 
 
+def test_more_components_than_clients_are_refused():
+    with pytest.raises(HandspanError, match="exceeds the 11 clients"):
+        Reference("fedem:num_components=12")
+
+
 @pytest.mark.parametrize("setting", ["num_components=0", "refresh=-1", "weights=all"])
 def test_settings_out_of_range_are_refused(setting):
     with pytest.raises(HandspanError):

@@ -234,7 +234,17 @@ def test_a_new_client_needs_as_many_rows_as_the_basis_has_columns():
 
 @pytest.mark.parametrize(
     "setting",
-    ["head=best", "rank=0", "start=zero", "orthonormal=false", "step_size=none", "weights=all"],
+    [
+        "head=best",
+        "head_steps=3",
+        "projected_rounds=3",
+        "head_learning_rate=1",
+        "rank=0",
+        "start=zero",
+        "orthonormal=false",
+        "step_size=none",
+        "weights=all",
+    ],
 )
 def test_settings_out_of_range_are_refused(setting):
     with pytest.raises(HandspanError):

@@ -149,7 +149,16 @@ def test_what_does_not_fit_is_refused_in_one_sentence(task, message):
 
 
 @pytest.mark.parametrize(
-    "setting", ["beta=1.5", "folds=1", "betas=three", "ridge=0", "shrinkage=2", "weights=all"]
+    "setting",
+    [
+        "beta=1.5",
+        "folds=1",
+        "betas=three",
+        "ridge=0",
+        "shrinkage=2",
+        "weights=all",
+        "beta=0:folds=3",
+    ],
 )
 def test_settings_out_of_range_are_refused(setting):
     with pytest.raises(HandspanError):

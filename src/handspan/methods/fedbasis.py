@@ -94,6 +94,7 @@ class FedbasisConfig(MethodConfig):
         self.at_least("spread", 0)
         if not 0 < self.temperature < float("inf"):
             raise HandspanError(f"temperature must be above 0, not {self.temperature}")
+        self.only_with(self.shares == "simplex", "shares=simplex", "temperature")
         if self.shares == "free" and self.mean == "shares":
             raise HandspanError(
                 "free shares can be negative, so they are no weights: add mean=clients"
@@ -164,6 +165,10 @@ def build(setting: Setting, config: FedbasisConfig) -> Algorithm:
     work: LocalWork = setting.work
     if work.sgd.weight_decay:
         raise HandspanError("fedbasis takes no weight_decay: local bases would leave their plane")
+    if config.num_bases > setting.num_clients:
+        raise HandspanError(
+            f"num_bases {config.num_bases} exceeds the {setting.num_clients} clients: lower it"
+        )
     method = _Fedbasis(setting, config)
     personal, shared = work.split(
         config.personal_steps,

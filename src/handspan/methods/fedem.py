@@ -41,6 +41,7 @@ from torch import Tensor
 from handspan.core import keys
 from handspan.core.algorithm import WEIGHTS, Algorithm, Model, Phase, Reduced, Stage
 from handspan.core.data import Batch, ClientData, Population, Round
+from handspan.core.errors import HandspanError
 from handspan.core.method import Method, MethodConfig, Setting
 from handspan.core.records import Params, Record, map_tensors, stack
 from handspan.core.task import value_and_grad
@@ -101,6 +102,11 @@ class FedemUpload(Record):
 
 def build(setting: Setting, config: FedemConfig) -> Algorithm:
     """Compose the algorithm."""
+    if config.num_components > setting.num_clients:
+        raise HandspanError(
+            f"num_components {config.num_components} exceeds the {setting.num_clients} clients: "
+            "lower it"
+        )
     method = _Fedem(setting, config)
     size = config.num_components
     unbatched = frozenset({"models"})

@@ -85,6 +85,9 @@ class FedrepLinearConfig(MethodConfig):
         for name in ("rank", "head_steps", "projected_rounds"):
             self.at_least(name, 1)
         self.at_least("head_learning_rate", 0)
+        self.only_with(self.head == "gradient", "head=gradient", "head_steps")
+        self.only_with(self.head != "exact", "head=gradient or shared", "head_learning_rate")
+        self.only_with(self.start == "projected", "start=projected", "projected_rounds")
         if not self.orthonormal and self.head != "gradient":
             raise HandspanError(
                 "orthonormal=false is for head=gradient: the others lose their scale"

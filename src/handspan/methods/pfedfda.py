@@ -87,6 +87,7 @@ class PfedfdaConfig(MethodConfig):
         self.at_least("folds", 2)
         if self.beta is not None and not 0 <= self.beta <= 1:
             raise HandspanError(f"beta must lie between 0 and 1, not {self.beta}")
+        self.only_with(self.beta is None, "a beta that is chosen", "betas", "folds")
         for name in ("ridge", "shrinkage"):
             if not 0 < getattr(self, name) <= 1:
                 raise HandspanError(f"{name} must be above 0 and at most 1")
