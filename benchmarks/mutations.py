@@ -439,6 +439,23 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("the least eigenvectors", "vectors[:, -count:]", "vectors[:, :count]"),
     ),
     *_of(
+        "flute_linear",
+        "methods/flute_linear.py",
+        (
+            "the new head for the old one",
+            "(x.T @ residual @ k.head.T)",
+            "(x.T @ residual @ k.old.T)",
+        ),
+        ("swapped sign", "head = client.head + 2 *", "head = client.head - 2 *"),
+        ("missing factor", "step = 2 * self.config", "step = self.config"),
+        (
+            "first heads are not counted",
+            "method.products(k, 0 * k.old)",
+            "method.products(k, k.old)",
+        ),
+        ("a sum for the mean", "(r.total.basis_delta / r.weight)", "r.total.basis_delta"),
+    ),
+    *_of(
         "finetune",
         "numerics/fine_tuning.py",
         ("all names move", "parts(model.params, chosen)", "parts(model.params, task.names)"),
