@@ -37,13 +37,13 @@ MOST_WHOLE, MOST_STEP = 1.3, 1.1
 class Contender:
     """pFL-MF of one rank."""
 
-    def __init__(self, rank: int, choice: EngineChoice | None) -> None:
+    def __init__(self, rank: int) -> None:
         data = synthetic_images(CLIENTS, ROWS)
         work = LocalWork(batch_size=None, learning_rate=0.05)
         text = f"pflmf:rank={rank}:personal_steps={STEPS}:shared_steps={STEPS}"
         self.problem: Problem = make_problem(text, data, cohort=COHORT, model="mlp", work=work)
         algorithm = self.problem.algorithm
-        self.choice = choice or choose_engine(algorithm, data, cohort=COHORT)
+        self.choice: EngineChoice = choose_engine(algorithm, data, cohort=COHORT)
         self.simulation = Simulation(
             algorithm,
             data,
@@ -88,7 +88,7 @@ def ratio(low: Callable[[], None], high: Callable[[], None]) -> tuple[float, flo
 
 def tell_peak(rank: int) -> None:
     """Print the peak memory of a few rounds, for the process that asked."""
-    contender = Contender(rank, None)
+    contender = Contender(rank)
     for _ in range(3):
         contender.round()
     print(json.dumps({"peak": peak_bytes(), "engine": str(contender.choice)}))
@@ -103,9 +103,8 @@ def main() -> int:
         tell_peak(options.peak)
         return 0
     print(describe_machine())
-    low = Contender(LOW, None)
-    high = Contender(HIGH, low.choice)
-    print(f"pflmf, all of an MLP, ranks {LOW} and {HIGH}; {low.choice}")
+    low, high = Contender(LOW), Contender(HIGH)
+    print(f"pflmf, all of an MLP; rank {LOW}: {low.choice}; rank {HIGH}: {high.choice}")
     peaks = [measure_apart("benchmarks.rank", "--peak", str(rank)) for rank in (LOW, HIGH)]
     memory = peaks[1]["peak"] / peaks[0]["peak"]
     whole, step = ratio(low.round, high.round), ratio(low.basis_steps, high.basis_steps)

@@ -19,7 +19,7 @@ from handspan.disk import write
 from handspan.options import DataOptions, TrainingOptions, from_values
 from handspan.registry import parse
 from handspan.report.newcomers import newcomer_tables
-from handspan.report.tables import comparison_table, lead, method_table
+from handspan.report.tables import comparison_table, lead, method_table, told_score
 from handspan.result import Result
 from handspan.runs import RunFolder
 
@@ -70,7 +70,8 @@ def follow(progress: Progress, description: str) -> Callable[[int, int, dict[str
         score = latest.get(lead(latest)) if latest else None
         text = f"round {done}/{total}, {rate:.1f} rounds/s"
         if score is not None:
-            text += f", {lead(latest).removesuffix('_mean')} {score:.3f}"
+            name = lead(latest)
+            text += f", {name.removesuffix('_mean').replace('_', ' ')} {told_score(score, name)}"
         progress.update(task, completed=done, total=total, status=text)
         if done >= total:
             progress.remove_task(task)
@@ -205,12 +206,13 @@ def adapt_clients(folder: str, data: str, *, steps: int | None, out: str | None)
     values = [value for value in scores[name] if value is not None]
     for column in range(len(scores["client"])):
         score = scores[name][column]
-        told = "no rows to score" if score is None else f"{name} {score:.4f}"
+        told = "no rows to score" if score is None else f"{name} {told_score(score, name)}"
         console.print(
             f"client {scores['client'][column]}: {scores['num_train'][column]} rows, {told}"
         )
     if values:
-        console.print(f"mean {name} {sum(values) / len(values):.4f} over {len(values)} new clients")
+        mean = told_score(sum(values) / len(values), name)
+        console.print(f"mean {name} {mean} over {len(values)} new clients")
     if out is not None:
         _write_table(out, scores)
 

@@ -12,6 +12,7 @@ from handspan.commands import bars, console, follow, training_values, warn_diver
 from handspan.comparison import Comparison, Standing
 from handspan.options import DataOptions, from_values
 from handspan.report.comparison import on_screen
+from handspan.report.tables import told_score
 
 
 def compare_methods(
@@ -85,7 +86,9 @@ def _whole(progress: Progress) -> Callable[[Standing], None]:
     task = progress.add_task("whole table", total=None, status="")
 
     def watch(standing: Standing) -> None:
-        score = "" if standing.score is None else f" {standing.score:.3f}"
+        score = ""
+        if standing.score is not None and standing.metric is not None:
+            score = f" {told_score(standing.score, standing.metric)}"
         status = f"run {standing.done}/{standing.total}, last {standing.label}{score}"
         progress.update(
             task,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -129,7 +130,7 @@ def test_new_clients_predictions_and_export(
     before = {path: path.read_bytes() for path in Path(out).rglob("*") if path.is_file()}
     code, text, _ = call(capsys, "adapt", out, "--data", str(table))
     assert code == 0
-    assert "over 10 new clients" in text
+    assert re.search(r"mean accuracy \d+\.\d % over 10 new clients", text)
     rows = tmp_path / "rows.npz"
     np.savez(rows, x=np.zeros((7, 6), dtype="float32"))
     target = tmp_path / "p.parquet"
@@ -160,3 +161,20 @@ def test_divergence_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     code, text, _ = call(capsys, "run", "fedavg", *QUICK, "--lr", "1e30")
     assert code == 0
     assert "fedavg diverged" in text
+
+
+def test_progress_tells_rounds_speed_and_the_score_in_per_cent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from handspan import commands
+
+    clock = iter([10.0, 10.0, 12.0])
+    monkeypatch.setattr(commands.time, "perf_counter", lambda: next(clock))
+    with commands.bars() as progress:
+        assert progress.disable, "silence where nobody looks"
+        tell = commands.follow(progress, "fedavg")
+        tell(1, 9, {})
+        tell(5, 9, {"personal_loss_mean": 1.0, "personal_accuracy_mean": 0.664})
+        (task,) = progress.tasks
+        assert (task.completed, task.total) == (5, 9)
+        assert task.fields["status"] == "round 5/9, 2.0 rounds/s, personal accuracy 66.4 %"

@@ -27,8 +27,8 @@ class Standing:
     ----------
     done, total
         Cells finished, and all that this sitting runs or takes over.
-    label, score
-        The last one, and its leading score.
+    label, score, metric
+        The last one, its leading score, and what that is.
     seconds_left
         Estimated from the cells run in this sitting; None before the first.
     """
@@ -37,6 +37,7 @@ class Standing:
     total: int
     label: str
     score: float | None
+    metric: str | None
     seconds_left: float | None
 
 
@@ -205,6 +206,7 @@ class _Sitting:
                 total=self.done + len(self.todo),
                 label=f"{label(cell)}, seed {cell.seed}",
                 score=None if metric is None else outcome.row[f"personal_{metric}_mean"],
+                metric=metric,
                 seconds_left=self.seconds_left(),
             )
         )

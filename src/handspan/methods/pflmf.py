@@ -375,7 +375,7 @@ class _Pflmf:
             return (old.to(torch.float64) + change).to(old)
 
         return PflmfServer(
-            basis={name: rows + step[name].to(rows) for name, rows in server.basis.items()},
+            basis={name: step[name].to(rows).add_(rows) for name, rows in server.basis.items()},
             body=map_tensors(moved, server.body, r.body),
             buffers=map_tensors(moved, server.buffers, r.buffers),
             moments=r.moments / r.weight if config.scaled else None,

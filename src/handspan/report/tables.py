@@ -187,6 +187,11 @@ def format_score(value: float | None, name: str) -> str:
     return f"{100 * value:.1f}" if is_share(name) else f"{value:.4f}"
 
 
+def told_score(value: float | None, name: str) -> str:
+    """Write one score as sentences do, with its unit."""
+    return format_score(value, name) + ("" if value is None else _unit(name))
+
+
 def _ranking(run: Mapping[str, Any]) -> str:
     """Name of the score to which the worst tenth belongs."""
     return f"personal_{run['metric']}_mean" if run.get("metric") else lead(dict(run))
