@@ -227,7 +227,10 @@ def compare(
     workers: Workers = None,
     adapt_steps: AdaptSteps = None,
 ) -> None:
-    """Run several methods with several seeds on the same terms; prints one table."""
+    """Compare methods over several seeds, in one table.
+
+    All runs are on the same terms: same rows, rounds, local work and network.
+    """
     own = ("methods", "seeds", "tune", "grid", "equal", "shard", "stage", "out")
     values = {k: v for k, v in locals().items() if k not in (*own, "own")}
     from handspan.comparing import compare_methods
@@ -250,7 +253,7 @@ def merge(
     folders: Annotated[list[str], typer.Argument(metavar="OUT...", help="folders of the shards")],
     out: Annotated[str, typer.Option(help="folder for the whole comparison")],
 ) -> None:
-    """Join the shards of a comparison: the table is that of the whole."""
+    """Join the shards of a comparison into the whole table."""
     from handspan.comparing import merge_folders
 
     merge_folders(folders, out=out)
@@ -268,7 +271,7 @@ def partition(
     task: Task = None,
     out: Annotated[str | None, _option("P.npz for the partition; use it as file:P.npz")] = None,
 ) -> None:
-    """Divide a source among clients, tell the sizes, and store who has which row."""
+    """Divide a source among clients, and store who has which row."""
     values = {k: v for k, v in locals().items() if k != "out" and v is not None}
     from handspan.commands import make_partition
 
@@ -285,7 +288,10 @@ def plot(
     ] = None,
     format: Annotated[str, _option("png, svg, pdf, by commas (default png,svg)")] = "png,svg",
 ) -> None:
-    """Draw scores against costs, their spread, gains, the partition, coordinates and spectrum."""
+    """Draw the pictures of a run or of a comparison.
+
+    Scores against costs, their spread, gains, the partition, coordinates and spectrum.
+    """
     from handspan.commands import draw_pictures
 
     draw_pictures(folder, out=out, formats=format)
@@ -306,7 +312,10 @@ def adapt(
     steps: Annotated[int | None, _option("steps of the fit")] = None,
     out: Annotated[str | None, _option("write the table of new clients as parquet")] = None,
 ) -> None:
-    """Serve new clients: fit their private part, score them on rows kept aside."""
+    """Serve new clients: fit their private part, and score it.
+
+    Every fourth row of a client is kept aside to score it.
+    """
     from handspan.commands import adapt_clients
 
     adapt_clients(folder, data, steps=steps, out=out)
