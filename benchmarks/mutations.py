@@ -456,6 +456,37 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("a sum for the mean", "(r.total.basis_delta / r.weight)", "r.total.basis_delta"),
     ),
     *_of(
+        "lrs_linear",
+        "methods/lrs_linear.py",
+        (
+            "the printed equation 7",
+            "rest = rows.y - rows.x @ sparse\n",
+            "rest = rows.y - sparse.sum()\n",
+        ),
+        (
+            "row by row for column by column",
+            "solved = (old + change).reshape(shape[1], shape[0]).T",
+            "solved = (old + change).reshape(shape)",
+        ),
+        ("rows swapped with coordinates", '"n,np,nq,nab->paqb"', '"n,np,nq,nab->apbq"'),
+        ("gamma stays", "gamma = 2 * config.c1 * gamma + 2 *", "gamma = gamma + 0 *"),
+        (
+            "the old sparse part is lost",
+            "self.sparse(b, rows, k.sparse, b.basis @ k.coordinates)\n        rest",
+            "self.sparse(b, rows, 0 * k.sparse, b.basis @ k.coordinates)\n        rest",
+        ),
+        (
+            "everything is solved anew",
+            "old = server.basis.T.reshape(-1).double()",
+            "old = 0 * server.basis.T.reshape(-1).double()",
+        ),
+    ),
+    *_of(
+        "lrs_linear",
+        "numerics/thresholding.py",
+        ("the smallest entries stay", "(size >= least)", "(size <= least)"),
+    ),
+    *_of(
         "finetune",
         "numerics/fine_tuning.py",
         ("all names move", "parts(model.params, chosen)", "parts(model.params, task.names)"),
