@@ -1,13 +1,17 @@
 """What methods with personal models become at the ends of their settings."""
 
+import dataclasses
+
 import pytest
 import torch
 
+from handspan.core.data import Batch
+from handspan.methods.fedas import row_traces
 from handspan.numerics.local_work import LocalWork
 from handspan.numerics.optim import Sgd
 from handspan.testing.case import compare, numbers
 from handspan.testing.references import Reference, close
-from handspan.testing.toys import QuadraticTask, quadratic
+from handspan.testing.toys import QuadraticTask, ToyTask, quadratic
 
 FULL = LocalWork(steps=3, batch_size=None, learning_rate=0.2, sgd=Sgd(momentum=0.5))
 
@@ -93,3 +97,140 @@ def test_a_pull_of_l2gd_leaves_the_mean_and_a_full_one_leaves_nothing_else(stren
         close(after.server.mean.params[name], mean, 1e-12)
         spread = float((new - new.mean(0)).abs().max())
         assert spread < 1e-12 if strength > 2 else spread > 1e-3
+
+
+def test_fedala_whose_weights_stay_at_one_is_fedavg():
+    ala, avg = Reference("fedala:weight_learning_rate=0", FULL), Reference("fedavg", FULL)
+    compare(dict(ala.server.params), dict(avg.server.params), 1e-12, "shared model")
+    compare(outputs(ala), outputs(avg), 1e-12, "served")
+
+
+def test_fedala_whose_weights_stay_at_zero_is_local():
+    ala = Reference("fedala:names=all:weight_learning_rate=0", FULL, cohort=11)
+    first = ala.algorithm.init_client
+
+    def zeros(key, data):
+        client = first(key, data)
+        weights = {name: torch.zeros_like(value) for name, value in client.weights.items()}
+        return dataclasses.replace(client, weights=weights)
+
+    ala.simulation.algorithm = dataclasses.replace(ala.algorithm, init_client=zeros)
+    local = Reference("local", FULL, cohort=11)
+    compare(dict(ala.clients.local), dict(local.clients.params), 1e-12, "own models")
+    compare(outputs(ala), outputs(local), 1e-12, "served")
+
+
+def test_fedala_finds_its_target_cut_to_the_box_between_both_models():
+    """Where f is a square distance, Theta ends at a_i, or as near as theta_i and theta allow."""
+    target, curvature = torch.tensor([[1.0, 3.0, -2.0], [1.0, 0.2, 1.0]], dtype=torch.float64)
+    shared = torch.tensor([4.0, 1.0, 2.0], dtype=torch.float64)
+    run = Reference(
+        "fedala:weight_learning_rate=0.05:start_epochs=400",
+        LocalWork(steps=1, batch_size=None, learning_rate=1.5, adapt_steps=1),
+        rounds=0,
+        cohort=1,
+        data=quadratic(target.unsqueeze(0), curvature.unsqueeze(0)),
+        task=QuadraticTask(w=shared),
+    )
+    run.simulation.adapt(run.server, torch.arange(1), 0)
+    local = run.clients.local["w"][0]
+    close(local, (shared + 1.5 * curvature * (target - shared)).numpy(), 1e-12)
+    assert ((local - target) * (shared - target) < 0).tolist() == [True, False, True]
+    found = local + (shared - local) * run.clients.weights["w"][0]
+    box = torch.minimum(local, shared), torch.maximum(local, shared)
+    close(found, target.clamp(*box).numpy(), 1e-8)
+
+
+def test_fedas_without_alignment_and_with_equal_weights_is_fedper():
+    fedas = Reference("fedas:align_epochs=0:trace_power=0", FULL)
+    fedper = Reference("fedper:start=common:weights=uniform", FULL)
+    compare(dict(fedas.server.shared), dict(fedper.server.shared), 1e-12, "body")
+    compare(dict(fedas.clients.own.personal), dict(fedper.clients.personal), 1e-12, "heads")
+
+
+def test_the_trace_of_a_row_is_that_of_its_own_gradient():
+    """|p - e_y|^2 (|z|^2 + 1) of the head, and what comes through tanh of the layer below."""
+    task = ToyTask()
+    params, _ = task.init(torch.tensor(5))
+    x, y = torch.randn(6, 4, dtype=torch.float64, generator=seeded()), torch.arange(6) % 3
+    batch = Batch(x=x, y=y, weight=torch.ones(6), key=torch.tensor(0), rows=torch.arange(6))
+    z = task.features(params, {}, x, None)
+    slope = task.predict(params, {}, x, None).softmax(1) - torch.nn.functional.one_hot(y, 3)
+    below = slope @ params["head.weight"] * (1 - z**2)
+    head = slope.square().sum(1) * (z.square().sum(1) + 1)
+    wanted = head + below.square().sum(1) * (x.square().sum(1) + 1)
+    close(row_traces(task, params, {}, batch), wanted.numpy(), 1e-12)
+
+
+def seeded():
+    return torch.Generator().manual_seed(4)
+
+
+def test_alignment_with_the_body_that_came_changes_nothing():
+    """One client: the body that comes back is the one it sent."""
+    work, options = LocalWork(steps=3, batch_size=None), {"sizes": (9,), "cohort": 1}
+    aligned = Reference("fedas:align_learning_rate=5", work, **options)
+    plain = Reference("fedas:align_epochs=0", work, **options)
+    compare(dict(aligned.server.shared), dict(plain.server.shared), 1e-12, "body")
+
+
+ALWAYS = "first_test=0:test_every=1:mean_bound=1e9"
+SPLITS = "first_test=3:test_every=1:mean_bound=0.05:client_bound=0.05"
+
+
+def squares(targets, **options):
+    """Clients with f_i(w) = 1/2 |w - a_i|^2, all of them in every round."""
+    targets = torch.tensor(targets, dtype=torch.float64)
+    work = LocalWork(steps=2, batch_size=None, learning_rate=0.4)
+    options = {"work": work, "rounds": 12, "cohort": len(targets), **options}
+    task = QuadraticTask(w=torch.zeros(targets.shape[1], dtype=torch.float64))
+    return lambda text: Reference(text, data=quadratic(targets), task=task, **options)
+
+
+@pytest.mark.parametrize("deviation", [0, 0.5, 0.99])
+def test_cfl_tells_two_opposite_targets_apart_and_ends_at_both(deviation):
+    a, b = [3.0, 1.0], [-1.0, 2.0]
+    run = squares([a, b, b, a, b], rounds=25)(f"cfl:{SPLITS}:deviation={deviation}")
+    assert run.server.cluster.tolist() == [0, 1, 1, 0, 1]
+    assert int(run.server.count) == 2
+    close(run.server.models.params["w"][:2], torch.tensor([a, b]).numpy(), 1e-6)
+
+
+def test_cfl_splits_again_and_its_clusters_hold_the_right_clients():
+    corners = [[12.0, 4.0], [9.0, -4.0], [-9.0, 2.0], [-8.0, -2.0]]
+    groups = [2, 0, 3, 1, 0, 2, 1, 3, 0, 1, 2, 3]
+    run = squares([corners[g] for g in groups], rounds=30)(f"cfl:{SPLITS}")
+    found = run.server.cluster.tolist()
+    pairs = set(zip(groups, found, strict=True))
+    assert len(pairs) == len({g for g, _ in pairs}) == len({c for _, c in pairs}) == 4
+    for g, c in pairs:
+        close(run.server.models.params["w"][c], torch.tensor(corners[g]).numpy(), 1e-6)
+
+
+def test_a_new_client_of_cfl_finds_the_cluster_of_its_like():
+    a, b = [3.0, 1.0], [-1.0, 2.0]
+    run = squares([a, b, b, a, b], rounds=20)(f"cfl:{SPLITS}")
+    mine = run.server.cluster.tolist()
+    run.simulation.adapt(run.server, torch.arange(5), 30)
+    assert run.simulation.store.read(torch.arange(5)).cluster.tolist() == mine
+
+
+def test_cfl_leaves_equal_clients_together():
+    run = squares([[3.0, 1.0]] * 4)("cfl:first_test=0:test_every=1:mean_bound=0.9:client_bound=0.9")
+    assert int(run.server.count) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "cohort"),
+    [
+        (f"{ALWAYS}:deviation=1:client_bound=0", 11),
+        (f"{ALWAYS}:deviation=0:client_bound=1e9", 11),
+        (f"{ALWAYS}:deviation=0:client_bound=0:max_clusters=1", 11),
+        ("first_test=100", 5),
+    ],
+)
+def test_cfl_that_is_never_split_is_fedavg(text, cohort):
+    cfl, fedavg = (Reference(name, cohort=cohort) for name in (f"cfl:{text}", "fedavg"))
+    first = {name: value[0] for name, value in cfl.server.models.params.items()}
+    compare(first, dict(fedavg.server.params), 1e-12, "never split")
+    compare(outputs(cfl), outputs(fedavg), 1e-12, "served")

@@ -1,6 +1,8 @@
-"""Means inside clusters, as sums over the cohort."""
+"""Means inside clusters, as sums over the cohort; and a cluster in two."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,3 +39,20 @@ def mean_by_cluster(models: Model, reduction: ClusterReduction) -> Model:
         return torch.where(weight.view(shape) > 0, new.to(old), old)
 
     return map_tensors(mean, models, reduction.total)
+
+
+def bipartition(similarity: Tensor) -> tuple[Tensor, Tensor]:
+    """Two groups between which the greatest similarity is least (Eq. 23); its value.
+
+    Merging the most similar groups until two are left (single linkage) finds them exactly. The
+    first client's group is False.
+    """
+    from scipy.cluster.hierarchy import linkage, to_tree  # pyright: ignore
+
+    first, second = torch.triu_indices(len(similarity), len(similarity), 1).unbind()
+    distance = (1 - similarity[first, second]).clamp(min=0)
+    root: Any = to_tree(linkage(distance.cpu().numpy(), method="single"))
+    leaves = torch.zeros(len(similarity), dtype=torch.bool, device=similarity.device)
+    leaves[torch.tensor(root.get_left().pre_order(), device=similarity.device)] = True
+    leaves = leaves ^ leaves[0]
+    return leaves, similarity[leaves][:, ~leaves].max()

@@ -70,6 +70,14 @@ def _gradient_from(params: Params, x: Array, slope: Array) -> Params:
     return result
 
 
+def gradient_features(params: Params, x: Array, targets: Array) -> Params:
+    """Differentiate the mean square distance of `features` to targets (rows, h).
+
+    The mean is over rows and features; the derivatives are those by the hidden layer.
+    """
+    return _hidden_gradient(params, x, 2.0 * (features(params, x) - targets) / targets.size)
+
+
 def predict(params: Params, x: Array) -> Array:
     """Compute the logits (or the outputs of a regression) of every row, (rows, c)."""
     return features(params, x) @ params["head.weight"].T + params["head.bias"]
