@@ -280,6 +280,106 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("nothing to align with", "features(k.old)", "features(body)"),
     ),
     *_of(
+        "fedbabu",
+        "methods/fedbabu.py",
+        ("the head moves too", "split.step(*SHARED)", 'split.step("personal", "shared")'),
+        ("missing weight", "weights=config.weights,", 'weights="uniform",'),
+        ("the head alone is tuned", "setting.model, config.tune_names,", 'setting.model, "head",'),
+        (
+            "a step size of its own forgotten",
+            "learning_rate=config.tune_learning_rate",
+            "learning_rate=None",
+        ),
+    ),
+    *_of(
+        "fedbn",
+        "methods/fedbn.py",
+        (
+            "statistics shared",
+            "personal=personal, layers=layers",
+            "personal=personal, layers=frozenset()",
+        ),
+        (
+            "scales shared",
+            "personal=personal, layers=layers",
+            "personal=frozenset(), layers=layers",
+        ),
+        ("norms by name", 'name.endswith("running_mean")', '"bn" in name'),
+        ("missing weight", "weights=config.weights", 'weights="uniform"'),
+    ),
+    *_of(
+        "fedbn",
+        "numerics/partial.py",
+        (
+            "old statistics kept",
+            "(after if part in moving else before).buffers",
+            "(before if part in moving else after).buffers",
+        ),
+    ),
+    *_of(
+        "ditto",
+        "methods/ditto.py",
+        (
+            "pulled to its own start",
+            "Stage(step=pulled_step, **personal)",
+            "Stage(step=sgd_step(task, work.sgd), **personal)",
+        ),
+        (
+            "restarted at the shared model",
+            "personal=Training(params=client.params,",
+            "personal=Training(params=b.params,",
+        ),
+        (
+            "the personal model sent",
+            "return _kept(k.personal), _kept(k.shared)",
+            "return _kept(k.personal), _kept(k.personal)",
+        ),
+        ("double pull", "config.prox_weight)", "2 * config.prox_weight)"),
+        ("missing weight", "weights=config.weights", 'weights="examples"'),
+    ),
+    *_of(
+        "pfedme",
+        "methods/pfedme.py",
+        (
+            "pulled to the broadcast model",
+            "pulled(gradient, theta, k.params,",
+            "pulled(gradient, theta, b.params,",
+        ),
+        (
+            "w for theta",
+            "params = {name: w + mixing * (theta[name] - w)",
+            "params = {name: w + mixing * (k.theta[name] - w)",
+        ),
+        (
+            "restarted at w",
+            "theta, buffers, velocity = k.theta,",
+            "theta, buffers, velocity = k.params,",
+        ),
+        ("beta forgotten", "share, mean = config.server_mixing,", "share, mean = 1.0,"),
+        ("served without pull", "sgd_step(task, sgd, config.prox_weight)", "sgd_step(task, sgd)"),
+    ),
+    *_of(
+        "perfedavg",
+        "methods/perfedavg.py",
+        (
+            "from the adapted point",
+            "work.sgd.step(k.params, direction,",
+            "work.sgd.step(moved(k.params, inner, -alpha), direction,",
+        ),
+        (
+            "swapped sign",
+            "direction = moved(q, product, -alpha)",
+            "direction = moved(q, product, alpha)",
+        ),
+        ("half the difference", "/ (2 * config.delta) for", "/ config.delta for"),
+        ("one batch for all", "turn % count == place", "turn % count == 0"),
+        (
+            "the outer step for the personal one",
+            "params = moved(k.params, slope, -alpha)",
+            "params = moved(k.params, slope, -work.learning_rate)",
+        ),
+    ),
+    *_of(
         "ifca",
         "methods/ifca.py",
         ("swapped sign", "torch.argmin(rounded)", "torch.argmax(rounded)"),

@@ -14,6 +14,7 @@ F64 = torch.float64
 ROWS = {
     "linear": [(5,), (28, 28)],
     "mlp": [(5,), (8, 8), (28, 28)],
+    "mlp_batchnorm": [(8, 8)],
     "cnn": [(8, 8), (28, 28), (3, 32, 32), (32, 32, 3)],
     "cnn_bench": [(28, 28)],
     "cnn_fedrep": [(3, 32, 32)],
@@ -60,6 +61,7 @@ def test_widths_are_those_of_the_papers():
 
     assert widths("mlp", (28, 28)) == [200, 200, 10]
     assert widths("mlp", (8, 8)) == [64, 64, 10]
+    assert widths("mlp_batchnorm", (8, 8)) == [64, 64, 10]
     assert widths("cnn", (28, 28)) == [32, 64, 512, 10]
     assert widths("cnn_bench", (28, 28)) == [32, 64, 128, 10]
     assert widths("cnn_fedrep", (3, 32, 32)) == [64, 64, 120, 64, 10]

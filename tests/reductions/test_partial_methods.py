@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 
-from handspan.methods import fedalt, fedper, fedrep, fedsim, lgfedavg
+from handspan.methods import fedalt, fedbn, fedper, fedrep, fedsim, lgfedavg
 from handspan.numerics.local_work import LocalWork
 from handspan.numerics.optim import Sgd
 from handspan.testing.case import compare
@@ -75,3 +75,26 @@ def test_fedalt_with_a_personal_head_and_no_last_pass_is_fedrep():
     one, other = Reference("fedalt:last_steps=0", WORK), Reference("fedrep", WORK)
     same(dict(one.server.shared), dict(other.server.shared))
     same({"outputs": one.served}, {"outputs": other.served})
+
+
+def test_fedbn_with_no_norms_is_fedavg_and_with_nothing_else_local():
+    def build(layers):
+        return lambda spec, setting: fedbn.assemble(setting, spec.config, frozenset(layers))
+
+    task = ToyTask(has_norm=True)
+    nothing = Reference("fedbn", WORK, build=build(()))
+    avg = Reference("fedavg:weights=uniform", WORK, task=task)
+    same(dict(nothing.server.shared), dict(avg.server.params))
+    same(dict(nothing.server.buffers), dict(avg.server.buffers))
+    everything = Reference("fedbn", FULL, build=build(("hidden", "norm", "head")))
+    local = Reference("local", FULL, task=task)
+    same(dict(everything.clients.personal), dict(local.clients.params))
+    same(dict(everything.clients.buffers), dict(local.clients.buffers))
+
+
+def test_running_statistics_belong_to_the_part_of_their_layer():
+    task = ToyTask(has_norm=True)
+    for text, kept in (("fedper:personal=norm.weight+head", True), ("fedper", False)):
+        run = Reference(text, task=task)
+        assert bool(run.clients.buffers) == kept
+        assert bool(run.server.buffers) != kept

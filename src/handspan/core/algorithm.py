@@ -75,7 +75,7 @@ class Stage:
     forward_only
         Whether no gradient is taken: such rows are counted apart.
     models
-        Models that each row passes through, for the count of rows.
+        Models that each row passes through, on average, for the count of rows.
     sparse
         Whether the step takes ``Csr`` rows as they are; otherwise they arrive dense.
     """
@@ -87,7 +87,7 @@ class Stage:
     rows: Rows = "train"
     finish: Callable[[Any, Any], Any] | None = None
     forward_only: bool = False
-    models: int = 1
+    models: float = 1
     sparse: bool = False
 
 

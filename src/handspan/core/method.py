@@ -110,8 +110,9 @@ class Method:
     problem
         ``labels`` (a network on labelled rows), ``regression`` (a linear model of labels that are
         numbers) or ``matrix``.
-    needs_side, needs_groups
-        Whether it reads side information, or the partition's planted groups.
+    needs_side, needs_groups, needs_norm
+        Whether it reads side information, or the partition's planted groups; whether the model must
+        have layers of batch normalisation.
     chooses
         Whether it chooses by validation rows, which then are no training rows.
     """
@@ -127,4 +128,5 @@ class Method:
     problem: str = "labels"
     needs_side: bool = False
     needs_groups: bool = False
+    needs_norm: bool = False
     chooses: bool = False

@@ -52,19 +52,17 @@ def _linear(row_shape: tuple[int, ...], num_outputs: int) -> nn.Module:
     )
 
 
-def _mlp(row_shape: tuple[int, ...], num_outputs: int) -> nn.Module:
+def _mlp(row_shape: tuple[int, ...], num_outputs: int, *, has_norm: bool = False) -> nn.Module:
     inputs = math.prod(row_shape)
     width = 200 if inputs > 100 else 64
-    return nn.Sequential(
-        OrderedDict(
-            flatten=nn.Flatten(),
-            hidden1=nn.Linear(inputs, width),
-            relu1=nn.ReLU(),
-            hidden2=nn.Linear(width, width),
-            relu2=nn.ReLU(),
-            head=nn.Linear(width, num_outputs),
-        )
-    )
+    layers: dict[str, nn.Module] = {"flatten": nn.Flatten()}
+    for index, size in enumerate((inputs, width), 1):
+        layers[f"hidden{index}"] = nn.Linear(size, width)
+        if has_norm:
+            layers[f"norm{index}"] = nn.BatchNorm1d(width)
+        layers[f"relu{index}"] = nn.ReLU()
+    layers["head"] = nn.Linear(width, num_outputs)
+    return nn.Sequential(OrderedDict(layers))
 
 
 def _cnn(
@@ -128,7 +126,7 @@ class Recurrent(nn.Module):
         return self.head(self.relu(self.hidden(output[:, -1])))
 
 
-_TABLES = {"linear": _linear, "mlp": _mlp}
+_TABLES = {"linear": _linear, "mlp": _mlp, "mlp_batchnorm": partial(_mlp, has_norm=True)}
 _IMAGES: dict[str, tuple[int, Callable[..., nn.Module]]] = {  # least number of pixels, builder
     "cnn": (8, partial(_cnn, maps=(32, 64), hidden=(512,))),
     "cnn_bench": (8, partial(_cnn, maps=(32, 64), hidden=(128,))),

@@ -62,9 +62,13 @@ class LocalWork:
         if not 0 < self.decay < float("inf"):
             raise HandspanError(f"decay must be above 0, not {self.decay}")
 
-    def whole(self) -> dict[str, Any]:
-        """Return the options of a stage that does all the work."""
+    def whole(self, gradients: int = 1) -> dict[str, Any]:
+        """Return the options of a stage that does all the work.
+
+        N steps are N gradients: of steps that take several there are as many fewer.
+        """
         steps = 15 if self.steps is None and self.epochs is None else self.steps
+        steps = None if steps is None else max(1, steps // gradients)
         return {"steps": steps, "epochs": self.epochs, "batch_size": self.batch_size}
 
     def adapting(self) -> dict[str, Any]:

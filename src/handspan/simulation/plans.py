@@ -102,7 +102,7 @@ def count_rows(stage: Stage, num: Tensor) -> int:
     steps = step_counts(stage, num)
     passes = torch.where(num > 0, steps // per_pass.clamp(min=1), 0)
     rest = (steps - passes * per_pass) * width  # a cut pass has no short batch
-    return int((passes * num + rest).sum()) * stage.models
+    return round(int((passes * num + rest).sum()) * stage.models)
 
 
 def plan_stage(stage: Stage, num: Tensor, base: Tensor, k: Tensor, width: int) -> StagePlan:
@@ -120,7 +120,7 @@ def plan_stage(stage: Stage, num: Tensor, base: Tensor, k: Tensor, width: int) -
     count, size = step_counts(stage, num), batch_rows(stage, num)
     is_whole, longest, steps = size == num, int(num.max()), max(1, int(count.max()))
     per_pass = (num + size.clamp(min=1) - 1) // size.clamp(min=1)
-    passes = int(((count + per_pass - 1) // per_pass.clamp(min=1)).max())
+    passes = max(1, int(((count + per_pass - 1) // per_pass.clamp(min=1)).max()))
     is_full = _are_full(num, size, per_pass, steps, width)
     sizes = torch.stack([num, base, size, per_pass, is_whole.long()])
     num, base, size, per_pass, whole = sizes.to(k.device, non_blocking=True).unsqueeze(2)

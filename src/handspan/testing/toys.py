@@ -32,6 +32,8 @@ class ToyTask(Task):
     side_width
         Width of a linear encoder of the client's side information, joined to the features; 0
         for a model that reads none.
+    has_norm
+        Whether the hidden layer is normalised over the batch, before tanh.
     dtype
         Type of the parameters.
     """
@@ -40,9 +42,12 @@ class ToyTask(Task):
     num_outputs = NUM_CLASSES
     head = ("head.weight", "head.bias")
 
-    def __init__(self, *, side_width: int = 0, dtype: torch.dtype = torch.float64) -> None:
+    def __init__(
+        self, *, side_width: int = 0, has_norm: bool = False, dtype: torch.dtype = torch.float64
+    ) -> None:
         self.side_width = side_width
         self.needs_side = side_width > 0
+        self.has_norm = has_norm
         self.dtype = dtype
         self.shapes = {
             "hidden.weight": (NUM_HIDDEN, NUM_FEATURES),
@@ -52,18 +57,39 @@ class ToyTask(Task):
         }
         if side_width:
             self.shapes |= {"side.weight": (side_width, NUM_SIDE), "side.bias": (side_width,)}
+        if has_norm:
+            self.shapes |= {"norm.weight": (NUM_HIDDEN,), "norm.bias": (NUM_HIDDEN,)}
         self.names = tuple(self.shapes)
 
     def init(self, key: Tensor) -> tuple[Params, Params]:
-        """Draw all parameters from one normal distribution."""
+        """Draw all parameters from one normal distribution; running statistics are 0 and 1."""
+        zero, one = torch.zeros(NUM_HIDDEN), torch.ones(NUM_HIDDEN)
+        buffers = {"norm.running_mean": zero, "norm.running_var": one} if self.has_norm else {}
         return {
             name: 0.5 * keys.normal(keys.fold(key, name), shape, self.dtype)
             for name, shape in self.shapes.items()
-        }, {}
+        }, {name: value.to(self.dtype) for name, value in buffers.items()}
+
+    def normalised(self, params: Params, buffers: Params, hidden: Tensor) -> Tensor:
+        """Normalise the hidden layer by the given statistics."""
+        scale = params["norm.weight"] / (buffers["norm.running_var"] + 1e-5).sqrt()
+        return scale * (hidden - buffers["norm.running_mean"]) + params["norm.bias"]
+
+    def statistics(self, params: Params, batch: Batch) -> Params:
+        """Mean and variance of the hidden layer over the real rows of a batch."""
+        hidden = batch.x @ params["hidden.weight"].T + params["hidden.bias"]
+        share = (batch.weight / batch.weight.sum()).unsqueeze(1)
+        hidden = torch.where(share > 0, hidden, 0.0)  # padding may hold anything
+        mean = (share * hidden).sum(0)
+        return {
+            "norm.running_mean": mean,
+            "norm.running_var": (share * (hidden - mean).square()).sum(0),
+        }
 
     def features(self, params: Params, buffers: Params, x: Tensor, side: Tensor | None) -> Tensor:
         """Input of the head."""
-        hidden = torch.tanh(x @ params["hidden.weight"].T + params["hidden.bias"])
+        hidden = x @ params["hidden.weight"].T + params["hidden.bias"]
+        hidden = torch.tanh(self.normalised(params, buffers, hidden) if self.has_norm else hidden)
         if not self.needs_side:
             return hidden
         assert side is not None
@@ -80,8 +106,13 @@ class ToyTask(Task):
         return torch.nn.functional.cross_entropy(outputs, y, reduction="none")
 
     def loss(self, params: Params, buffers: Params, batch: Batch) -> tuple[Tensor, Params]:
-        """Mean over the real rows."""
-        outputs = self.predict(params, buffers, batch.x, batch.side)
+        """Mean over the real rows; running statistics go a tenth of the way to the batch's."""
+        if self.has_norm:
+            now = self.statistics(params, batch)
+            outputs = self.predict(params, now, batch.x, batch.side)
+            buffers = {n: 0.9 * b + 0.1 * now[n].detach() for n, b in buffers.items()}
+        else:
+            outputs = self.predict(params, buffers, batch.x, batch.side)
         assert batch.y is not None
         losses = self.row_loss(outputs, batch.y)
         return (losses * batch.weight).sum() / batch.weight.sum(), buffers
@@ -333,7 +364,9 @@ def problem(
         task = LinearTask(dtype=dtype)
     else:
         data = labelled(seed, sizes=sizes, num_groups=num_groups, dtype=dtype)
-        task = ToyTask(side_width=2 if method.needs_side else 0, dtype=dtype)
+        task = ToyTask(
+            side_width=2 if method.needs_side else 0, has_norm=method.needs_norm, dtype=dtype
+        )
     setting = Setting(
         task=task,
         work=work or LocalWork(steps=3, batch_size=3, learning_rate=0.2, adapt_steps=2),

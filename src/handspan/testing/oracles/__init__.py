@@ -34,9 +34,8 @@ Arguments that the modules share:
 ``weights``
     ``"examples"``: the mean over the cohort weighted by numbers of rows; ``"uniform"``: plain.
 
-Modules: `models` (losses and gradients), `local`, `fedavg` (with server optimisers, and inside
-given groups), `fedprox`, `scaffold`, `finetune`, `fedrep`, `fedper`, `lgfedavg`, `fedalt`,
-`fedsim`, `pflmf`, `ifca`, `perfedsi`, `fedmgs`, and `palm` (the centralised counterpart of
+Modules: one for each method, by its name (`fedavg` has server optimisers, and runs inside given
+groups); and `models` (losses and gradients), `finetune`, `palm` (the centralised counterpart of
 `fedmgs`).
 
 Examples
@@ -54,8 +53,14 @@ Examples
 """
 
 __all__ = [
+    "apfl",
+    "ditto",
     "fedalt",
     "fedavg",
+    "fedbabu",
+    "fedbasis",
+    "fedbn",
+    "fedem",
     "fedmgs",
     "fedper",
     "fedprox",
@@ -63,11 +68,15 @@ __all__ = [
     "fedsim",
     "finetune",
     "ifca",
+    "l2gd",
     "lgfedavg",
     "local",
     "models",
     "palm",
+    "perfedavg",
     "perfedsi",
+    "pfedfda",
+    "pfedme",
     "pflmf",
     "scaffold",
 ]

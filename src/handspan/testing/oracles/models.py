@@ -9,6 +9,11 @@ With side information z of the client (Model 1, concatenation, Eq. (3) of PerFed
 
     logits   = head.weight [features, side.weight z + side.bias] + head.bias
 
+With batch normalisation of the hidden layer, over the rows given (the ``_norm`` functions)::
+
+    z        = hidden.weight x + hidden.bias
+    features = tanh(norm.weight (z - mean z) / sqrt(var z + 1e-5) + norm.bias)
+
 Shapes: ``hidden.weight`` (h, p), ``hidden.bias`` (h,), ``side.weight`` (s, q), ``side.bias``
 (s,), ``head.weight`` (c, h), (c, p) or (c, h + s), ``head.bias`` (c,); x (rows, p), z (q,), the
 same for all rows of a client. The loss is the mean cross-entropy over the rows given, or, in the
@@ -133,3 +138,39 @@ def gradient_features_squared(params: Params, x: Array) -> Params:
     result = {name: np.zeros_like(value) for name, value in params.items()}
     result.update(_hidden_gradient(params, x, 2 * features(params, x)))
     return result
+
+
+def statistics_norm(params: Params, x: Array) -> Params:
+    """Compute mean and variance of the hidden layer over the rows, by the names of the running."""
+    z = x @ params["hidden.weight"].T + params["hidden.bias"]
+    return {"norm.running_mean": z.mean(axis=0), "norm.running_var": z.var(axis=0)}
+
+
+def predict_norm(params: Params, statistics: Params, x: Array) -> Array:
+    """Compute the logits (rows, c) with the hidden layer normalised by the given statistics."""
+    z = x @ params["hidden.weight"].T + params["hidden.bias"]
+    deviation = np.sqrt(statistics["norm.running_var"] + 1e-5)
+    unit = (z - statistics["norm.running_mean"]) / deviation
+    features = np.tanh(params["norm.weight"] * unit + params["norm.bias"])
+    return features @ params["head.weight"].T + params["head.bias"]
+
+
+def gradient_norm(params: Params, x: Array, y: Labels) -> Params:
+    """Differentiate the mean cross-entropy of the normalised model, through the statistics too."""
+    z = x @ params["hidden.weight"].T + params["hidden.bias"]
+    deviation = np.sqrt(z.var(axis=0) + 1e-5)
+    unit = (z - z.mean(axis=0)) / deviation
+    features = np.tanh(params["norm.weight"] * unit + params["norm.bias"])
+    slope = _cross_entropy_slope(features @ params["head.weight"].T + params["head.bias"], y)
+    inner = slope @ params["head.weight"] * (1.0 - features**2)
+    by_unit = inner * params["norm.weight"]
+    by_z = by_unit - by_unit.mean(axis=0) - unit * (by_unit * unit).mean(axis=0)
+    by_z = by_z / deviation
+    return {
+        "head.weight": slope.T @ features,
+        "head.bias": slope.sum(axis=0),
+        "norm.weight": (inner * unit).sum(axis=0),
+        "norm.bias": inner.sum(axis=0),
+        "hidden.weight": by_z.T @ x,
+        "hidden.bias": by_z.sum(axis=0),
+    }
