@@ -5,8 +5,8 @@ from handspan.numerics.local_work import LocalWork
 from handspan.numerics.optim import Sgd
 from handspan.testing.oracles import models
 from handspan.testing.oracles.fedalt import fedalt
+from handspan.testing.quadratics import QuadraticTask, quadratic
 from handspan.testing.references import Reference, close
-from handspan.testing.toys import QuadraticTask, quadratic
 
 HEAD = ("head.weight", "head.bias")
 HIDDEN = ("hidden.weight", "hidden.bias")

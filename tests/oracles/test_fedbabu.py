@@ -9,8 +9,9 @@ from handspan.registry import parse
 from handspan.testing.oracles import models
 from handspan.testing.oracles.fedbabu import fedbabu, personalise
 from handspan.testing.playing import step_rows
+from handspan.testing.quadratics import QuadraticTask, quadratic
 from handspan.testing.references import Reference, arrays, close, oracle_clients
-from handspan.testing.toys import QuadraticTask, problem, quadratic
+from handspan.testing.toys import problem
 
 HEAD = ("head.weight", "head.bias")
 CASES = (

@@ -7,8 +7,9 @@ from handspan.numerics.optim import Sgd
 from handspan.registry import parse
 from handspan.testing.oracles import models
 from handspan.testing.oracles.fedper import fedper
+from handspan.testing.quadratics import QuadraticTask, quadratic
 from handspan.testing.references import Reference, close
-from handspan.testing.toys import QuadraticTask, problem, quadratic
+from handspan.testing.toys import problem
 
 CASES = (
     ("", {}, None, "loop"),

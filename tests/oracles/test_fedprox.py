@@ -5,8 +5,8 @@ from handspan.numerics.local_work import LocalWork
 from handspan.numerics.optim import Sgd
 from handspan.testing.oracles import models
 from handspan.testing.oracles.fedprox import fedprox
+from handspan.testing.quadratics import QuadraticTask, quadratic
 from handspan.testing.references import Reference, close
-from handspan.testing.toys import QuadraticTask, quadratic
 
 CASES = (
     ({}, None, "loop"),

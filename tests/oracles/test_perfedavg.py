@@ -6,8 +6,8 @@ from handspan.numerics.local_work import LocalWork
 from handspan.numerics.optim import Sgd
 from handspan.testing.oracles import models
 from handspan.testing.oracles.perfedavg import perfedavg
+from handspan.testing.quadratics import QuadraticTask, quadratic
 from handspan.testing.references import Reference, arrays, close
-from handspan.testing.toys import QuadraticTask, quadratic
 
 CASES = (
     ("variant=HF", {"variant": "HF"}, None, "loop"),

@@ -8,8 +8,8 @@ from handspan.registry import parse
 from handspan.testing.oracles import models
 from handspan.testing.oracles.pfedme import pfedme, proximal_point
 from handspan.testing.playing import step_rows
+from handspan.testing.quadratics import QuadraticTask, quadratic
 from handspan.testing.references import Reference, arrays, close
-from handspan.testing.toys import QuadraticTask, quadratic
 
 CASES = (
     ({"prox_weight": 2.0, "inner_steps": 3}, LocalWork(steps=9, batch_size=3), 0.5, "loop"),

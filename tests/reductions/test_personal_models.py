@@ -10,8 +10,9 @@ from handspan.methods.fedas import row_traces
 from handspan.numerics.local_work import LocalWork
 from handspan.numerics.optim import Sgd
 from handspan.testing.case import compare, numbers
+from handspan.testing.quadratics import QuadraticTask, quadratic
 from handspan.testing.references import Reference, close
-from handspan.testing.toys import QuadraticTask, ToyTask, quadratic
+from handspan.testing.toys import ToyTask
 
 FULL = LocalWork(steps=3, batch_size=None, learning_rate=0.2, sgd=Sgd(momentum=0.5))
 
