@@ -380,6 +380,26 @@ MUTATIONS: tuple[Mutation, ...] = (
         ),
     ),
     *_of(
+        "fedmtl",
+        "methods/fedmtl.py",
+        ("missing factor 2", "+ 2 * weight * (own", "+ weight * (own"),
+        ("the own model among the others", "rows.scatter(1, round.ids.unsqueeze(1), 0.0)", "rows"),
+        ("all ones for the identity", "eye - 1 / count if", "torch.ones_like(eye) - 1 / count if"),
+        (
+            "models of other clients kept",
+            "index_copy(0, stacked.ids.to",
+            "index_copy(0, stacked.ids.flip(0).to",
+        ),
+        ("missing root", "values.clamp(min=0).sqrt()", "values.clamp(min=0)"),
+        ("missing inverse", "(vectors / ((1 - floor)", "(vectors * ((1 - floor)"),
+        (
+            "a new client is held near 0",
+            "{name: -mean for name, mean",
+            "{name: 0 * mean for name, mean",
+        ),
+        ("missing shrinkage", "+ 2 * shrinkage * k.params[name]", ""),
+    ),
+    *_of(
         "ifca",
         "methods/ifca.py",
         ("swapped sign", "torch.argmin(rounded)", "torch.argmax(rounded)"),

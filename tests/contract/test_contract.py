@@ -19,6 +19,7 @@ VARIANTS = {
     "fedbasis": ("fedbasis:num_bases=2:mean=clients:upload=rank_one",),
     "cfl": ("cfl:mean_bound=10:client_bound=0:deviation=0:first_test=0:test_every=1",),
     "fedala": ("fedala:names=all:weight_learning_rate=5",),
+    "fedmtl": ("fedmtl:relation=learned:relation_weight=0.01:relation_every=1",),
     "ifca": ("ifca:k=2:upload=sum",),
     "l2gd": ("l2gd:pull_probability=0.7",),
     "fedrep_linear": (

@@ -7,6 +7,7 @@ import torch
 
 from handspan.core.data import Batch
 from handspan.methods.fedas import row_traces
+from handspan.methods.fedmtl import learned_relation
 from handspan.numerics.local_work import LocalWork
 from handspan.numerics.optim import Sgd
 from handspan.testing.case import compare, numbers
@@ -235,3 +236,36 @@ def test_cfl_that_is_never_split_is_fedavg(text, cohort):
     first = {name: value[0] for name, value in cfl.server.models.params.items()}
     compare(first, dict(fedavg.server.params), 1e-12, "never split")
     compare(outputs(cfl), outputs(fedavg), 1e-12, "served")
+
+
+def test_fedmtl_without_relation_is_local():
+    for cohort in (5, 11):
+        mtl = Reference("fedmtl:relation_weight=0", FULL, cohort=cohort)
+        local = Reference("local", FULL, cohort=cohort)
+        compare(dict(mtl.clients.params), dict(local.clients.params), 1e-12, "own models")
+        compare(outputs(mtl), outputs(local), 1e-12, "served")
+
+
+def test_fedmtl_ends_where_its_objective_is_least():
+    """f_i(w) = 1/2 |w - a_i|^2: the mean shrinks with l2 alone, the spread with both weights."""
+    a = torch.tensor([[1.0, 3.0], [-2.0, 0.5], [4.0, -1.0]], dtype=torch.float64)
+    run = squares(a.tolist(), rounds=60)("fedmtl:relation_weight=0.3:shrinkage=0.1")
+    mean = a.mean(0) / (1 + 2 * 0.1)
+    wanted = mean + (a - a.mean(0)) / (1 + 2 * 0.3 + 2 * 0.1)
+    close(run.clients.params["w"], wanted.numpy(), 1e-8)
+
+
+def test_at_the_learned_relation_the_penalty_is_the_square_of_the_nuclear_norm():
+    models = torch.randn(9, 4, dtype=torch.float64, generator=seeded())  # d x n
+    inverse = torch.linalg.inv(learned_relation(models.T @ models, 0.0))
+    close(inverse.trace(), 1.0)
+
+    def penalty(relation):
+        return float((models @ relation @ models.T).trace())
+
+    least = penalty(torch.linalg.inv(inverse))
+    assert least == pytest.approx(float(torch.linalg.svdvals(models).sum()) ** 2, rel=1e-10)
+    uneven = torch.tensor([0.7, 0.1, 0.1, 0.1], dtype=torch.float64)
+    for other in (torch.eye(4, dtype=torch.float64) / 4, torch.diag(uneven)):
+        for share in (0.01, 1.0):  # any other one of trace 1 costs more
+            assert penalty(torch.linalg.inv((1 - share) * inverse + share * other)) > least
