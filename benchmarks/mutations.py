@@ -711,6 +711,29 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("the smallest entries stay", "(size >= least)", "(size <= least)"),
     ),
     *_of(
+        "lrs",
+        "methods/lrs.py",
+        ("missing weight", _WEIGHT, 'weight=WEIGHTS["examples"],'),
+        (
+            "the old coordinates for the new ones",
+            "anchor=self.theta(b, k.coordinates, k.sparse)",
+            "anchor=self.theta(b, 0 * k.coordinates, k.sparse)",
+        ),
+        ("missing preconditioner", '{"w": b.preconditioner @ gradient}', '{"w": gradient}'),
+        ("missing damping", "mean.moments + self.config.damping * eye", "mean.moments"),
+        ("missing ridge", "gram(server.basis) + config.gram_ridge * eye", "gram(server.basis)"),
+        (
+            "each parameter has its own k",
+            "self.count = round(config.sparsity * size)",
+            "self.count = round(config.sparsity * len(self.names))",
+        ),
+        (
+            "wrong step size",
+            "old - b.sparse_rate * gradient[name]",
+            "old - b.learning_rate * gradient[name]",
+        ),
+    ),
+    *_of(
         "finetune",
         "numerics/fine_tuning.py",
         ("all names move", "parts(model.params, chosen)", "parts(model.params, task.names)"),
