@@ -7,9 +7,9 @@ import xml.etree.ElementTree as tree
 
 import numpy as np
 import pytest
-from conftest import COMMON, METHODS, command
 
 import handspan
+from conftest import COMMON, METHODS, command
 from handspan.data import load_data
 from handspan.runs import RunFolder
 

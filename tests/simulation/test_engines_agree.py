@@ -17,6 +17,7 @@ from handspan.testing.playing import Unrecorded, in_blocks, watched
 from handspan.testing.toys import problem
 
 WORK = LocalWork(steps=3, batch_size=2, learning_rate=0.1, sgd=Sgd(momentum=0.5), adapt_steps=2)
+PLAIN = dataclasses.replace(WORK, sgd=Sgd())  # linear models refuse momentum: they solve
 SIZES = (1, 4, 7, 4, 9, 4, 7, 2, 4, 7, 4)
 TEXTS = {
     "pflmf": "pflmf:rank=3",
@@ -29,7 +30,8 @@ MORE = ("pflmf:rank=2:scaled=true:affine=true:factor=head:v_for_basis=new", "fed
 @functools.cache
 def build(text, dtype=torch.float64, sparse=False):
     spec = parse(text)
-    made = problem(spec.method, work=WORK, sizes=SIZES, dtype=dtype, sparse=sparse, rounds=20)
+    work = PLAIN if spec.method.problem == "regression" else WORK
+    made = problem(spec.method, work=work, sizes=SIZES, dtype=dtype, sparse=sparse, rounds=20)
     return made, spec.build(made.setting)
 
 
@@ -93,7 +95,9 @@ def test_single_precision_agrees_as_far_as_it_goes(text):
         trained(text, engine, 32, 5, torch.float32, is_recorded=False)
         for engine in ("loop", "stacked")
     )
-    compare(stacked, loop, 1e-4, "in float32")
+    # Balanced factors take square roots of small singular values: half of the digits are lost.
+    tolerance = 1e-3 if text == "lrs_linear" else 1e-4
+    compare(stacked, loop, tolerance, "in float32")
 
 
 @pytest.mark.parametrize("text", texts())
