@@ -96,7 +96,7 @@ def test_single_precision_agrees_as_far_as_it_goes(text):
         for engine in ("loop", "stacked")
     )
     # Balanced factors take square roots of small singular values: half of the digits are lost.
-    tolerance = 1e-3 if text == "lrs_linear" else 1e-4
+    tolerance = 5e-3 if text == "lrs_linear" else 1e-4
     compare(stacked, loop, tolerance, "in float32")
 
 
