@@ -1,7 +1,7 @@
 # make demo and make test are all that a newcomer needs; both need python3 (3.11 or later) and make.
 PYTHON ?= python3
 PIP_ARGS ?=
-PYTEST_ARGS ?=
+PYTEST_ARGS ?= -n 2
 DEMO ?= runs/demo
 
 VENV := .venv
