@@ -35,7 +35,7 @@ class Schedule:
             rounds=rounds,
             first_mode=RACE if race else PERSONAL,
             race=at(_RACE, 2) if race else None,  # either side has trained
-            cuts=tuple(sorted({at(share) for share in _CUTS})) if cut else (),
+            cuts=tuple(sorted({at(share, 2 if race else 1) for share in _CUTS})) if cut else (),
             shrink=at(_SHRINK) if shrink else None,
         )
 

@@ -8,8 +8,9 @@ identity exploited (the pFL-MF oracle forms every d x r matrix), no stacking, no
 Rules of this package:
 
 - Nothing of the library is imported, and no tensor library: NumPy and the standard library only.
-  No oracle imports another one either. The five lines of SGD are repeated in each module on
-  purpose, so that one mistake cannot hide in two places and each page is checked alone.
+  No oracle imports another one either (`span` is one in three modules). The five lines of SGD are
+  repeated in each on purpose, so that one mistake cannot hide in two places and each page is
+  checked alone.
 - Nothing is random. The cohorts, the rows of every local step and every initial value are
   arguments; an oracle and an engine that are given the same ones must give the same numbers.
 - Arguments are never changed in place; results are fresh arrays.
@@ -36,7 +37,7 @@ Arguments that the modules share:
 
 Modules: one for each method, by its name (`fedavg` has server optimisers, and runs inside given
 groups); and `models` (losses and gradients), `finetune`, `palm` (the centralised counterpart of
-`fedmgs`).
+`fedmgs`), `centres` and `span_clients` (parts of `span`).
 
 Examples
 --------
@@ -54,6 +55,7 @@ Examples
 
 __all__ = [
     "apfl",
+    "centres",
     "ditto",
     "fedalt",
     "fedavg",
@@ -79,4 +81,6 @@ __all__ = [
     "pfedme",
     "pflmf",
     "scaffold",
+    "span",
+    "span_clients",
 ]
