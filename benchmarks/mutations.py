@@ -736,7 +736,11 @@ MUTATIONS: tuple[Mutation, ...] = (
     *_of(
         "finetune",
         "numerics/fine_tuning.py",
-        ("all names move", "parts(model.params, chosen)", "parts(model.params, task.names)"),
+        (
+            "all names move",
+            "parts(served.model.params, chosen)",
+            "parts(served.model.params, task.names)",
+        ),
         (
             "the run's step size for its own",
             "work.learning_rate if learning_rate is None else learning_rate",
@@ -744,9 +748,56 @@ MUTATIONS: tuple[Mutation, ...] = (
         ),
         (
             "the old model is served",
-            "params={**k.moving, **k.fixed}, buffers=k.buffers), None",
-            "params={**served(b.serving, k).params}, buffers=k.buffers), None",
+            "model = Model(params={**k.moving, **k.fixed}, buffers=k.buffers)",
+            "model = Model(params={**k.velocity, **k.fixed}, buffers=k.buffers)",
         ),
+        (
+            "validation rows are trained on",
+            "batch_size=work.batch_size, rows=setting.final_rows)",
+            'batch_size=work.batch_size, rows="all")',
+        ),
+        ("the last step is kept", "phase.end(b, k.best, data)", "phase.end(b, k.tuning, data)"),
+        (
+            "the worst step is kept",
+            "is_better = (loss < k.least)",
+            "is_better = (loss > k.least)",
+        ),
+    ),
+    *_of(
+        "gate",
+        "numerics/gate.py",
+        (
+            "the measured model is served",
+            "self._local(Empty(), k.clients.kept), b.shared",
+            "self._local(Empty(), k.clients.tried), b.shared",
+        ),
+        (
+            "the model of all rows is measured",
+            "self._outputs(b, k.clients, k.clients.tried, batch.x",
+            "self._outputs(b, k.clients, k.clients.kept, batch.x",
+        ),
+        ("ties go to rivals", "loss[0] - loss[1:] > rounded", "loss[0] - loss[1:] >= rounded"),
+        ("evidence forgotten", "rounded(self._least + 0 * k.weight)", "rounded(0 * k.weight)"),
+        ("raw certainty is measured", "loss = k.losses.amin(1)", "loss = k.losses[:, 0]"),
+        ("rows weighed away", "0.5 * k.weight * mean.log()", "0.5 * mean.log()"),
+        (
+            "validation rows train the measured model",
+            'on_field(stage, "tried", lambda b: b.local),',
+            'on_field(dataclasses.replace(stage, rows="all"), "tried", lambda b: b.local),',
+        ),
+    ),
+    *_of(
+        "prior",
+        "numerics/label_prior.py",
+        ("reference forgotten", "(frequency.log() - reference.log())", "frequency.log()"),
+        ("no shrinkage", "(counts + pseudo * reference)", "(counts + 1e-9 * reference)"),
+        ("temperature inverted", "return temperature * (freq", "return (1 / temperature) * (freq"),
+        (
+            "balanced training is plain",
+            "return params if self._shift is None else shifted(",
+            "return params if self._shift is not None else shifted(",
+        ),
+        ("no class is impossible", "known = server.counts + 1", "known = server.counts + 0"),
     ),
     *_of(
         "shared",

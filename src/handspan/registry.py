@@ -73,7 +73,14 @@ class LabelPrior(MethodConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class Gate(MethodConfig):
-    """+gate has no settings of its own."""
+    """Settings of +gate."""
+
+    gate_evidence: float = 20.0
+    """How many times likelier than under Local the validation rows must be; 1: the likeliest."""
+
+    def __post_init__(self) -> None:
+        """Refuse what would favour a rival."""
+        self.at_least("gate_evidence", 1)
 
 
 def _fine_tune(algorithm: Algorithm, setting: Setting, config: FineTuning) -> Algorithm:
@@ -113,7 +120,8 @@ def _add_gate(algorithm: Algorithm, setting: Setting, config: Gate) -> Algorithm
     from handspan.numerics.gate import with_gate
 
     local = methods()["local"]
-    return with_gate(algorithm, local.build(setting, local.config()), setting)
+    alone = local.build(setting, local.config())
+    return with_gate(algorithm, alone, setting, evidence=config.gate_evidence)
 
 
 class Extra(NamedTuple):

@@ -59,6 +59,26 @@ def test_without_trials_cells_are_dealt_one_by_one():
     assert sorted(sizes) == [3, 4, 4, 4]
 
 
+@pytest.mark.parametrize("stage", ["tune", "final"])
+@pytest.mark.parametrize("count", [2, 4, 5, 15, 20])
+def test_shards_share_evenly_and_no_shard_gets_one_method_alone(stage, count):
+    made = [plan(tune=4, stage=stage, shard=f"{i + 1}/{count}") for i in range(count)]
+    shares = [
+        [c for c in (one.trial_cells() if stage == "tune" else one.final_cells({})) if c.is_mine]
+        for one in made
+    ]
+    sizes = list(map(len, shares))
+    assert max(sizes) - min(sizes) <= 1, "each takes as long as the other"
+    assert all(len({c.text for c in mine}) > 1 for mine in shares if len(mine) > 2)
+
+
+def test_a_name_that_no_file_system_takes_is_cut_and_stays_its_own():
+    long = "pflmf:factor=" + "x" * 400
+    names = [cell.name() for cell in plan([f"{long}{i}" for i in (1, 2)], seeds=1).final_cells({})]
+    assert len(set(names)) == 2
+    assert all(len(name) < 255 and name.startswith("pflmf-factor=xx") for name in names)
+
+
 def test_names_of_folders_are_safe_and_differ():
     made = plan(["ifca:k=2", "ifca:k=2:upload=sum", "pflmf:factor=^(fc|head)"], tune=4)
     cells = [*made.trial_cells(), *made.final_cells({"ifca:k=2": {"learning_rate": 0.3}})]

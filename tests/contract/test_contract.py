@@ -44,17 +44,34 @@ WORKS = {
 WORKED = {"nesterov": "pflmf:rank=2", "full batch": "fedrep", "weight decay": "fedrep+ft"}
 
 
+ALONE = ("fedrep+ft:ft_steps=3", "fedavg+prior:prior_reference=pooled", "fedrep+gate")
+COSTLY = {"blocks_run_without_warning", "the_default_type_does_not_matter"}
+
+
 @functools.cache
 def case(text: str, work: str = "") -> Case:
     return Case(text, work=WORKS[work] if work else None, seed=SEEDS.get(text, SEED))
 
 
 def texts() -> list[str]:
+    """All methods and variants, and the extras one by one."""
+    found = list(ALONE)
+    for name in methods():
+        found += [name, *VARIANTS.get(name, ())]
+    return found
+
+
+def extended() -> list[str]:
+    """Every method that trains models, with all extras that there are for it."""
     found = []
     for name, method in methods().items():
-        found += [name, *VARIANTS.get(name, ())]
-        if method.problem != "matrix" and case(name).algorithm.predict is None:
-            found.append(f"{name}+ft:ft_steps=3")
+        if method.problem == "matrix":
+            continue
+        has_classes = method.problem == "labels"
+        has_model = case(name).algorithm.predict is None  # a mixture is none that +ft could tune
+        prior = ("+prior", ":prior_training=balanced") if has_classes else ("", "")
+        tuned = ("+ft", ":ft_steps=2:ft_stop=true:ft_check=1") if has_model else ("", "")
+        found.append(f"{name}{prior[0]}{tuned[0]}+gate{prior[1]}{tuned[1]}")
     return found
 
 
@@ -70,3 +87,9 @@ def test_a_method_keeps_the_contract(text, check):
 )
 def test_a_method_keeps_the_contract_whatever_the_local_work(text, work, check):
     CHECKS[check](case(text, work))
+
+
+@pytest.mark.parametrize("check", [name for name in CHECKS if name not in COSTLY])
+@pytest.mark.parametrize("text", extended())
+def test_a_method_keeps_the_contract_with_all_extras(text, check):
+    CHECKS[check](case(text))

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from handspan.comparison.folders import refuse_other
 from handspan.comparison.outcome import Comparison, lacking, read
 from handspan.comparison.running import summarise_trials
 from handspan.core.errors import HandspanError
@@ -34,7 +35,8 @@ def merge(folders: Sequence[str | Path], out: str | Path) -> Comparison:
     target = Path(out)
     if not places:
         raise HandspanError("name the folders to merge")
-    if target.is_dir() and any(target.iterdir()):
+    refuse_other(target)
+    if (target / "plan.json").exists():  # else a merge that was cut short, at most
         places.insert(0, target)
     parts = {place: read(place) for place in places}
     about = _common_plan(parts)

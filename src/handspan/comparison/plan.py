@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from handspan.report.settings import plain
 FORMAT = 1
 STAGES = ("all", "tune", "final")
 MOST_SEEDS = 10_000
+_LONGEST = 200  # characters of a folder's name, of which there may be 255
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +43,7 @@ class Cell:
         given = self.choice if rounds is None else {**self.choice, "rounds": rounds}
         suffix = "".join(f"@{slug(key)}={slug(plain(value))}" for key, value in given.items())
         place = "" if self.trial is None else "trials/"
-        return f"{place}{slug(self.text)}{suffix}-seed{self.seed}"
+        return f"{place}{_short(slug(self.text) + suffix)}-seed{self.seed}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,10 +99,14 @@ class Plan:
         """Deal cells in turn; whole methods where the final runs wait for trials.
 
         So a shard of both stages waits for no other: whoever runs a method's trials runs the rest.
+        Otherwise no shard gets one method alone, since methods differ in what they cost.
         """
         index, count = self.shard
-        waits = bool(self.trials) and self.stage == "all"
-        return (method if waits else method + place) % count + 1 == index
+        turn = method
+        if not (self.trials and self.stage == "all"):
+            turn += place * len(self.texts)
+            turn += 0 if len(self.texts) % count else place
+        return turn % count + 1 == index
 
     def describe(self) -> dict[str, Any]:
         """Return what two shards of one comparison agree in, for its folder."""
@@ -217,6 +223,13 @@ def _share(texts: Sequence[str], settings: Mapping[str, Any]) -> dict[str, dict[
         text: {key: value for key, value in settings.items() if key in fields[text]}
         for text in texts
     }
+
+
+def _short(name: str) -> str:
+    """Return a name that file systems take; what is cut off stands in a hash."""
+    if len(name) <= _LONGEST:
+        return name
+    return f"{name[: _LONGEST - 17]}-{hashlib.sha256(name.encode()).hexdigest()[:16]}"
 
 
 def slug(text: str) -> str:

@@ -1,7 +1,7 @@
-"""Phases of a method whose clients carry something of an extra beside what the method knows.
+"""What extras share: phases whose clients carry more than the method knows, and served models.
 
-The method's own functions never see it: it is taken off before ``begin``, travels beside the
-working record, and is put back after ``end``.
+The method's own functions never see what is carried: it is taken off before ``begin``, travels
+beside the working record, and is put back after ``end``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from handspan.core.algorithm import Phase, Stage
+from handspan.core.algorithm import Algorithm, Model, Phase, Stage
 from handspan.core.data import Batch, ClientData
 from handspan.core.records import Record
 
@@ -25,6 +25,23 @@ class Carrying(Record):
 
     inner: Any
     kept: Any
+
+
+class Served(Record):
+    """What a method would serve, and the client's group where it finds groups; never stored."""
+
+    model: Model
+    group: Tensor | None  # () int64
+
+
+def serve(algorithm: Algorithm, broadcast: Any, client: Any) -> Served:
+    """Make the model that a method serves, after its personal phases."""
+    assert algorithm.model is not None
+    cluster = algorithm.cluster
+    return Served(
+        model=algorithm.model(broadcast, client),
+        group=None if cluster is None else cluster(client),
+    )
 
 
 def on_field(stage: Stage, name: str, received: Callable[[Any], Any] = lambda b: b) -> Stage:

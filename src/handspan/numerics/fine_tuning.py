@@ -14,23 +14,16 @@ import torch
 from torch import Tensor
 
 from handspan.core.algorithm import Algorithm, Model, Phase, Stage
-from handspan.core.data import Batch, ClientData, Round
+from handspan.core.data import Batch, ClientData
 from handspan.core.errors import HandspanError
 from handspan.core.method import Setting
 from handspan.core.records import Empty, Params, Record, map_tensors
 from handspan.core.task import Task, value_and_grad
 from handspan.numerics.averaging import chosen_names, parts
-from handspan.numerics.carrying import on_field, rounded
+from handspan.numerics.carrying import Served, on_field, rounded, serve
 from handspan.numerics.local_work import LocalWork
 
 _VALIDATION_BATCH = 512
-
-
-class TuningBroadcast(Record):
-    """What the method serves with, and the step size of the tuning."""
-
-    serving: Any
-    learning_rate: Tensor
 
 
 class Tuning(Record):
@@ -40,6 +33,8 @@ class Tuning(Record):
     fixed: Params
     buffers: Params
     velocity: Params
+    learning_rate: Tensor
+    group: Tensor | None
 
 
 class StoppedTuning(Record):
@@ -81,39 +76,42 @@ def with_fine_tuning(
     task = setting.model
     work: LocalWork = setting.work
     sgd = work.sgd
-    served = algorithm.model
     chosen = chosen_names(task, names, "ft_names")
     rate = setting.scalar + (work.learning_rate if learning_rate is None else learning_rate)
     deploy, unbatched, per_client = algorithm.serving
-    if per_client:
-        raise HandspanError(f"+ft does not compose with {algorithm.name}")
 
-    def broadcast(server: Any, round: Round) -> TuningBroadcast:
-        return TuningBroadcast(serving=deploy(server, round), learning_rate=rate)
+    def begin(b: Any, client: Any, data: ClientData) -> Tuning:
+        served = serve(algorithm, b, client)
+        moving, fixed = parts(served.model.params, chosen)
+        return Tuning(
+            moving=moving,
+            fixed=fixed,
+            buffers=served.model.buffers,
+            velocity=sgd.start(moving),
+            learning_rate=rate,
+            group=served.group,
+        )
 
-    def begin(b: TuningBroadcast, client: Any, data: ClientData) -> Tuning:
-        model = served(b.serving, client)
-        moving, fixed = parts(model.params, chosen)
-        return Tuning(moving=moving, fixed=fixed, buffers=model.buffers, velocity=sgd.start(moving))
-
-    def step(b: TuningBroadcast, k: Tuning, batch: Batch) -> Tuning:
+    def step(b: Any, k: Tuning, batch: Batch) -> Tuning:
         _, buffers, gradient = value_and_grad(
             lambda moving: task.loss({**k.fixed, **moving}, k.buffers, batch), k.moving
         )
-        moving, velocity = sgd.step(k.moving, gradient, k.velocity, b.learning_rate)
-        return Tuning(moving=moving, fixed=k.fixed, buffers=buffers, velocity=velocity)
+        moving, velocity = sgd.step(k.moving, gradient, k.velocity, k.learning_rate)
+        return dataclasses.replace(k, moving=moving, buffers=buffers, velocity=velocity)
 
-    def end(b: TuningBroadcast, k: Tuning, data: ClientData) -> tuple[Model, None]:
-        return Model(params={**k.moving, **k.fixed}, buffers=k.buffers), None
+    def end(b: Any, k: Tuning, data: ClientData) -> tuple[Served, None]:
+        model = Model(params={**k.moving, **k.fixed}, buffers=k.buffers)
+        return Served(model=model, group=k.group), None
 
     stage = Stage(step=step, steps=steps, batch_size=work.batch_size, rows=setting.final_rows)
     tuning = Phase(
         name="fine_tune",
-        broadcast=broadcast,
+        broadcast=deploy,
         begin=begin,
         stages=(stage,),
         end=end,
-        unbatched=frozenset({"serving"}) if unbatched else frozenset(),
+        unbatched=unbatched,
+        per_client=per_client,
     )
     if stop:
         tuning = _stopped(tuning, task, setting, check)
@@ -121,8 +119,8 @@ def with_fine_tuning(
         algorithm,
         name=f"{algorithm.name}+ft",
         personal=(*algorithm.personal, tuning),
-        model=lambda b, client: client,
-        cluster=None,
+        model=lambda b, client: client.model,
+        cluster=None if algorithm.cluster is None else lambda client: client.group,
         deploy=lambda server, round: Empty(),
         deploy_unbatched=frozenset(),
         deploy_per_client=frozenset(),
@@ -134,13 +132,13 @@ def _stopped(phase: Phase, task: Task, setting: Setting, check: int) -> Phase:
     (stage,) = phase.stages
     assert stage.steps is not None
 
-    def begin(b: TuningBroadcast, client: Any, data: ClientData) -> StoppedTuning:
+    def begin(b: Any, client: Any, data: ClientData) -> StoppedTuning:
         start = phase.begin(b, client, data)
         zero = torch.zeros((), dtype=torch.float64, device=setting.device)
         infinity = torch.full_like(zero, float("inf"))
         return StoppedTuning(tuning=start, best=start, least=infinity, total=zero, weight=zero)
 
-    def measure(b: TuningBroadcast, k: StoppedTuning, batch: Batch) -> StoppedTuning:
+    def measure(b: Any, k: StoppedTuning, batch: Batch) -> StoppedTuning:
         assert batch.y is not None
         params = {**k.tuning.moving, **k.tuning.fixed}
         outputs = task.predict(params, k.tuning.buffers, batch.x, batch.side)
@@ -149,7 +147,7 @@ def _stopped(phase: Phase, task: Task, setting: Setting, check: int) -> Phase:
             k, total=k.total + losses.sum(), weight=k.weight + batch.weight.double().sum()
         )
 
-    def compare(b: TuningBroadcast, k: StoppedTuning) -> StoppedTuning:
+    def compare(b: Any, k: StoppedTuning) -> StoppedTuning:
         loss = rounded(k.total / k.weight.clamp_min(1))
         is_better = (loss < k.least) | (k.weight == 0)  # where nothing is known, go on
         zero = torch.zeros_like(k.total)

@@ -1,16 +1,28 @@
-"""+gate, do no harm: a Local model is trained beside the method, and each client keeps the best.
+"""+gate, do no harm: Local is trained beside the method, and a rival must prove that it is better.
 
-In every round the cohort also trains a model of its own, exactly as ``local`` alone would: same
-start, same local work, same batches. Its rows count. When it is served a client measures the local
-model, the shared one (where there is one) and the personal one on its validation rows, which nobody
-trains on, and serves the one of least loss; ties go to local, then to shared. So a client that has
-too few rows to set some aside keeps its local model. The choice stays with the client. A new client
-without any rows has no local model, and is served the personal one.
+In every round the cohort trains two models of its own, as ``local`` alone would, with the same
+start, batches and steps: one on all its rows, to the last bit what ``local`` gives, and one on the
+training rows, to be measured. All rows count. When a client is served it measures that second
+model, the shared model (where there is one) and the personal one on its validation rows, on which
+neither was trained. A rival j is eligible if these rows are much likelier under it:
+
+    log L_j - log L_local > log e        e: the evidence asked for, 20 by default
+
+and the likeliest eligible one is served; where there is none, the Local model of all rows is. Ties
+go to local, then to shared. L is the likelihood at the candidate's best scale, that is for class
+labels at the temperature, of a few, that suits it best, and for targets at the variance that
+does: a model that was trained to certainty on ten rows is wrong with great confidence, and would
+lose to one that knows nothing. If Local were right, a rival would have e times its likelihood with
+probability 1/e at most (Markov), however few the rows are; so the gate opens with their number.
+
+A client without validation rows keeps its Local model; the choice stays with the client. A new
+client without any rows has no Local model, and is served the personal one.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import torch
@@ -22,41 +34,58 @@ from handspan.core.errors import HandspanError
 from handspan.core.method import Setting
 from handspan.core.records import Empty, Record, map_tensors
 from handspan.numerics.averaging import no_client
-from handspan.numerics.carrying import carrying, on_field, rounded
+from handspan.numerics.carrying import carrying, on_field, rounded, serve
 
 _VALIDATION_BATCH = 512
+_SCALES = (1.0, 4.0, 2.0, 1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32, 0.0)
+"""Factors of the logits: inverse temperatures; 0 is to know nothing."""
 
 
-class Both(Record):
-    """What concerns the method, and the same of Local: records, messages, working states."""
+class Beside(Record):
+    """What concerns the method, and the two models of Local: private records, working states."""
+
+    own: Any
+    kept: Any  # of Local on all rows
+    tried: Any  # of Local on the training rows
+
+
+class BesideBroadcast(Record):
+    """What the method sends, and what Local does: a step size."""
 
     own: Any
     local: Any
 
 
 class GateBroadcast(Record):
-    """What the method serves with, and the shared model where it competes."""
+    """The shared model where it competes, and what a mixture of models is served with."""
 
-    serving: Any
     shared: Model | None
+    serving: Any
 
 
-class GateChoosing(Record):
-    """Losses of the candidates on the validation rows seen so far."""
+class Choosing(Record):
+    """The candidates, and their losses on the validation rows seen so far."""
 
-    clients: Both
-    losses: Tensor  # (candidates,) float64, sums
+    clients: Beside
+    losses: Tensor  # (candidates, scales) float64, sums
     weight: Tensor  # () float64, rows
 
 
 class GateServed(Record):
-    """The candidates and the choice, a position among them; never stored."""
+    """The choice, a position among the candidates, and the model chosen; never stored.
 
-    clients: Both
+    Where the method serves a mixture of models there is no single one: the candidates stay.
+    """
+
+    model: Model | None
+    clients: Beside | None
     choice: Tensor  # () int64
+    group: Tensor | None
 
 
-def with_gate(algorithm: Algorithm, local: Algorithm, setting: Setting) -> Algorithm:
+def with_gate(
+    algorithm: Algorithm, local: Algorithm, setting: Setting, *, evidence: float = 20.0
+) -> Algorithm:
     """Return the method behind a gate.
 
     Parameters
@@ -64,57 +93,51 @@ def with_gate(algorithm: Algorithm, local: Algorithm, setting: Setting) -> Algor
     algorithm
         What competes.
     local
-        What it falls back to: an algorithm of one phase whose server keeps nothing.
+        What it falls back to: an algorithm of one phase with one stage, whose server keeps nothing.
     setting
         Of both.
+    evidence
+        How many times likelier a rival must make the validation rows; 1 takes the likeliest.
     """
-    _, _, per_client = algorithm.serving
-    if per_client or algorithm.per_row:
-        raise HandspanError(f"+gate does not compose with {algorithm.name}")
-    gate = _Gate(algorithm, local, setting)
-    is_mixture = algorithm.predict is not None
-    cluster = algorithm.cluster
+    gate = _Gate(algorithm, local, setting, evidence)
     return dataclasses.replace(
         algorithm,
         name=f"{algorithm.name}+gate",
-        init_client=lambda key, data: Both(
-            own=algorithm.init_client(key, data), local=local.init_client(key, data)
+        init_client=lambda key, data: Beside(
+            own=algorithm.init_client(key, data),
+            kept=local.init_client(key, data),
+            tried=local.init_client(key, data),
         ),
         setup=tuple(map(_for_method, algorithm.setup)),
         rounds=(*map(_for_method, algorithm.rounds), _for_local(algorithm, local)),
         adapt=_adapt(algorithm.adapt, local.adapt),
-        personal=(*map(_for_method, algorithm.personal), gate.phase()),
-        model=None if is_mixture else gate.model,
-        predict=gate.predict if is_mixture else None,
-        cluster=None if cluster is None else lambda c: cluster(c.clients.own),
-        deploy=gate.broadcast,
-        deploy_unbatched=gate.unbatched,
-        deploy_per_client=frozenset(),
+        personal=(*map(_for_method, algorithm.personal), *gate.phases()),
+        **gate.served(),
     )
 
 
 class _Gate:
     """The candidates of a method, how they are measured and which one is served."""
 
-    def __init__(self, algorithm: Algorithm, local: Algorithm, setting: Setting) -> None:
-        self._task, self._device = setting.model, setting.device
-        self._deploy, unbatched, _ = algorithm.serving
-        self._model, self._predict = algorithm.model, algorithm.predict
+    def __init__(
+        self, algorithm: Algorithm, local: Algorithm, setting: Setting, evidence: float
+    ) -> None:
         assert local.model is not None
-        self._local = local.model
+        self._algorithm, self._local = algorithm, local.model
+        self._task, self._device = setting.model, setting.device
+        self._is_class = self._task.kind == "classification"
+        self._least = math.log(evidence)
         # Where clients keep and fit nothing the shared model is the personal one.
         is_personal = bool(algorithm.personal) or algorithm.init_client is not no_client
         self._shared = algorithm.shared_model if is_personal else None
         self._count = 2 if self._shared is None else 3
-        self.unbatched = frozenset({"serving", "shared"}) if unbatched else frozenset({"shared"})
+        self._deploy, self._unbatched, self._per_client = algorithm.serving
+        self._predict = algorithm.predict
+        if self._predict is not None and self._per_client:
+            raise HandspanError(f"+gate does not compose with {algorithm.name}")
 
-    def broadcast(self, server: Any, round: Round) -> GateBroadcast:
-        """Return all that the candidates need."""
-        shared = None if self._shared is None else self._shared(server)
-        return GateBroadcast(serving=self._deploy(server, round), shared=shared)
-
-    def phase(self) -> Phase:
-        """Return the personal phase in which a client chooses."""
+    def phases(self) -> tuple[Phase, ...]:
+        """Return the personal phases in which a client makes its model, and chooses."""
         stage = Stage(
             step=self._measure,
             rows="validation",
@@ -123,61 +146,114 @@ class _Gate:
             forward_only=True,
             models=self._count,
         )
-        return Phase(
+        choice = Phase(
             name="gate",
-            broadcast=self.broadcast,
+            broadcast=self._broadcast,
             begin=self._begin,
             stages=(stage,),
             end=self._end,
-            unbatched=self.unbatched,
+            unbatched=self._large,
+        )
+        return (choice,) if self._predict is not None else (self._making(), choice)
+
+    def served(self) -> dict[str, Any]:
+        """Return the fields of the algorithm that say what is served."""
+        is_mixture, has_groups = self._predict is not None, self._algorithm.cluster is not None
+        return {
+            "model": None if is_mixture else lambda b, c: c.model,
+            "predict": self._chosen_outputs if is_mixture else None,
+            "cluster": (lambda c: c.group) if has_groups else None,
+            "deploy": self._broadcast if is_mixture else lambda server, round: Empty(),
+            "deploy_unbatched": self._large if is_mixture else frozenset[str](),
+            "deploy_per_client": frozenset[str](),
+        }
+
+    @property
+    def _large(self) -> frozenset[str]:
+        return frozenset({"serving", "shared"}) if self._unbatched else frozenset({"shared"})
+
+    def _broadcast(self, server: Any, round: Round) -> GateBroadcast:
+        """Return what the candidates need that a client does not have."""
+        return GateBroadcast(
+            shared=None if self._shared is None else self._shared(server),
+            serving=None if self._predict is None else self._deploy(server, round),
         )
 
-    def model(self, b: GateBroadcast, c: GateServed) -> Model:
-        """Return the chosen model."""
-        return _pick(c.choice, self._models(b, c.clients))
+    def _making(self) -> Phase:
+        """Let a client make the model that the method would serve it."""
 
-    def predict(self, b: GateBroadcast, c: GateServed, x: Any, side: Any) -> Tensor:
-        """Outputs of the chosen candidate, for methods that serve no single model."""
-        return _pick(c.choice, self._outputs(b, c.clients, x, side))
+        def end(b: Any, c: Beside, data: ClientData) -> tuple[Beside, None]:
+            return dataclasses.replace(c, own=serve(self._algorithm, b, c.own)), None
 
-    def _begin(self, b: GateBroadcast, c: Both, data: ClientData) -> GateChoosing:
-        losses = torch.zeros(self._count, dtype=torch.float64, device=self._device)
-        return GateChoosing(clients=c, losses=losses, weight=losses.sum())
+        return Phase(
+            name="gate_model",
+            broadcast=self._deploy,
+            begin=lambda b, c, data: c,
+            end=end,
+            unbatched=self._unbatched,
+            per_client=self._per_client,
+        )
 
-    def _measure(self, b: GateBroadcast, k: GateChoosing, batch: Batch) -> GateChoosing:
-        assert batch.y is not None
+    def _begin(self, b: GateBroadcast, c: Beside, data: ClientData) -> Choosing:
+        scales = len(_SCALES) if self._is_class else 1
+        losses = torch.zeros(self._count, scales, dtype=torch.float64, device=self._device)
+        return Choosing(clients=c, losses=losses, weight=losses[0, 0])
+
+    def _measure(self, b: GateBroadcast, k: Choosing, batch: Batch) -> Choosing:
+        y = batch.y
+        assert y is not None
+        found = self._outputs(b, k.clients, k.clients.tried, batch.x, batch.side)
+        scales = _SCALES if self._is_class else (1.0,)
         losses = [
-            (self._task.row_loss(outputs, batch.y) * batch.weight).double().sum()
-            for outputs in self._outputs(b, k.clients, batch.x, batch.side)
+            [(self._task.row_loss(scale * o, y) * batch.weight).double().sum() for scale in scales]
+            for o in found
         ]
         return dataclasses.replace(
             k,
-            losses=k.losses + torch.stack(losses),
+            losses=k.losses + torch.stack([torch.stack(each) for each in losses]),
             weight=k.weight + batch.weight.double().sum(),
         )
 
-    def _end(self, b: GateBroadcast, k: GateChoosing, data: ClientData) -> tuple[GateServed, None]:
-        choice = rounded(k.losses / k.weight.clamp_min(1)).argmin()  # the first of equals
-        choice = torch.where(data.num > 0, choice, self._count - 1)
-        return GateServed(clients=k.clients, choice=choice), None
+    def _end(self, b: GateBroadcast, k: Choosing, data: ClientData) -> tuple[GateServed, None]:
+        choice = torch.where(data.num > 0, self._choice(k), self._count - 1)
+        own = k.clients.own
+        if self._predict is not None:
+            cluster = self._algorithm.cluster
+            group = None if cluster is None else cluster(own)
+            return GateServed(model=None, clients=k.clients, choice=choice, group=group), None
+        models = [self._local(Empty(), k.clients.kept), b.shared, own.model]
+        model = _pick(choice, [model for model in models if model is not None])
+        return GateServed(model=model, clients=None, choice=choice, group=own.group), None
 
-    def _models(self, b: GateBroadcast, c: Both) -> list[Model]:
-        """Single models among the candidates, in the order of ties."""
-        found = [self._local(Empty(), c.local)]
-        if b.shared is not None:
-            found.append(b.shared)
+    def _choice(self, k: Choosing) -> Tensor:
+        """Position of the likeliest candidate that has proved itself, the first of equals."""
+        if self._is_class:
+            loss = k.losses.amin(1)
+        else:  # squared errors: the variance that suits a candidate best is their mean
+            mean = (k.losses[:, 0] / k.weight.clamp_min(1)).clamp_min(1e-300)
+            loss = 0.5 * k.weight * mean.log()
+        loss = rounded(loss)
+        is_proved = loss[0] - loss[1:] > rounded(self._least + 0 * k.weight)
+        rivals = torch.where(is_proved, loss[1:], float("inf"))
+        return torch.where(is_proved.any(), 1 + rivals.argmin(), 0)
+
+    def _outputs(self, b: GateBroadcast, c: Beside, local: Any, x: Any, side: Any) -> list[Tensor]:
+        """Outputs of local, shared and personal model, in the order of ties."""
+        models = [self._local(Empty(), local), b.shared]
         if self._predict is None:
-            assert self._model is not None
-            found.append(self._model(b.serving, c.own))
-        return found
-
-    def _outputs(self, b: GateBroadcast, c: Both, x: Any, side: Any) -> list[Tensor]:
+            models.append(c.own.model)
         found = [
-            self._task.predict(model.params, model.buffers, x, side) for model in self._models(b, c)
+            self._task.predict(model.params, model.buffers, x, side)
+            for model in models
+            if model is not None
         ]
         if self._predict is not None:
             found.append(self._predict(b.serving, c.own, x, side))
         return found
+
+    def _chosen_outputs(self, b: GateBroadcast, c: GateServed, x: Any, side: Any) -> Tensor:
+        assert c.clients is not None
+        return _pick(c.choice, self._outputs(b, c.clients, c.clients.kept, x, side))
 
 
 def _pick(choice: Tensor, candidates: list[Any]) -> Any:
@@ -190,62 +266,74 @@ def _pick(choice: Tensor, candidates: list[Any]) -> Any:
 
 
 def _for_method(phase: Phase) -> Phase:
-    """Run a phase of the method; the record of Local is carried along."""
+    """Run a phase of the method; the records of Local are carried along."""
     return carrying(
         phase,
-        enter=lambda c, data: (c.own, c.local),
-        leave=lambda own, local: Both(own=own, local=local),
+        enter=lambda c, data: (c.own, dataclasses.replace(c, own=None)),
+        leave=lambda own, c: dataclasses.replace(c, own=own),
+    )
+
+
+def _doubled(local: Phase) -> tuple[Stage, Stage]:
+    """Return the stage of Local twice: on all rows, and on the training rows alone."""
+    (stage,) = local.stages
+    return (
+        on_field(dataclasses.replace(stage, rows="all"), "kept", lambda b: b.local),
+        on_field(stage, "tried", lambda b: b.local),
     )
 
 
 def _for_local(algorithm: Algorithm, local: Algorithm) -> Phase:
-    """Train Local in the same round; the record of the method is carried along."""
+    """Train Local in the same round, twice; the record of the method is carried along."""
     (phase,) = local.rounds
     taken = {phase.name for phase in (*algorithm.setup, *algorithm.rounds)}
-    beside = carrying(
-        phase,
-        enter=lambda c, data: (c.local, c.own),
-        leave=lambda local, own: Both(own=own, local=local),
-    )
     return dataclasses.replace(
-        beside,
+        _beside(None, phase),
         name=f"gate_{phase.name}" if phase.name in taken else phase.name,
-        broadcast=lambda server, round: phase.broadcast(Empty(), round),
         combine=lambda server, reduction, round: server,
     )
 
 
-def _adapt(own: Phase | None, local: Phase | None) -> Phase:
-    """Fit the private part of a new client as the method does, then a Local model for it."""
-    assert local is not None
-    if own is not None and own.per_client:
-        raise HandspanError("+gate does not compose with phases that send to single clients")
+def _beside(own: Phase | None, local: Phase) -> Phase:
+    """Return a phase in which clients work for the method, and then on both models of Local."""
 
-    def broadcast(server: Any, round: Round) -> Both:
-        return Both(
+    def broadcast(server: Any, round: Round) -> BesideBroadcast:
+        return BesideBroadcast(
             own=None if own is None else own.broadcast(server, round),
             local=local.broadcast(Empty(), round),
         )
 
-    def begin(b: Both, c: Both, data: ClientData) -> Both:
-        return Both(
+    def begin(b: BesideBroadcast, c: Beside, data: ClientData) -> Beside:
+        return Beside(
             own=c.own if own is None else own.begin(b.own, c.own, data),
-            local=local.begin(b.local, c.local, data),
+            kept=local.begin(b.local, c.kept, data),
+            tried=local.begin(b.local, c.tried, data),
         )
 
-    def end(b: Both, k: Both, data: ClientData) -> tuple[Both, None]:
-        client = k.own if own is None else own.end(b.own, k.own, data)[0]
-        return Both(own=client, local=local.end(b.local, k.local, data)[0]), None
+    def end(b: BesideBroadcast, k: Beside, data: ClientData) -> tuple[Beside, Empty]:
+        done = Beside(
+            own=k.own if own is None else own.end(b.own, k.own, data)[0],
+            kept=local.end(b.local, k.kept, data)[0],
+            tried=local.end(b.local, k.tried, data)[0],
+        )
+        return done, Empty()
 
     stages = () if own is None else own.stages
-    return Phase(
-        name="gate_adapt" if own is None else own.name,
+    return dataclasses.replace(
+        local,
         broadcast=broadcast,
         begin=begin,
-        stages=(
-            *(on_field(stage, "own", lambda b: b.own) for stage in stages),
-            *(on_field(stage, "local", lambda b: b.local) for stage in local.stages),
-        ),
+        stages=(*(on_field(stage, "own", lambda b: b.own) for stage in stages), *_doubled(local)),
         end=end,
         unbatched=frozenset({"own"}) if own is not None and own.unbatched else frozenset(),
+    )
+
+
+def _adapt(own: Phase | None, local: Phase | None) -> Phase:
+    """Fit the private part of a new client as the method does, then Local models for it."""
+    assert local is not None
+    if own is not None and own.per_client:
+        raise HandspanError("+gate does not compose with phases that send to single clients")
+    return dataclasses.replace(
+        _beside(own, local), name="gate_adapt" if own is None else own.name, combine=None
     )

@@ -275,7 +275,8 @@ def csv_table(comparison: Any) -> str:
         "score", "mean", "std", "pooled", "global", "worst_decile", "new_clients", "rank",
         "num_groups", "ari",
     )  # fmt: skip
-    writer.writerow(["method", "mark", "seeds", *names, *tested, *_COSTS, "equal", "chosen"])
+    told_once = ("equal", "chosen", "partition_hashes", "data_hashes")
+    writer.writerow(["method", "mark", "seeds", *names, *tested, *_COSTS, *told_once])
     for section in sections(comparison):
         for method, runs in section.runs.items():
             test = section.tests.get(method, {})
@@ -300,6 +301,8 @@ def csv_table(comparison: Any) -> str:
                     *told,
                     comparison.about["equal"],
                     tell(runs[0]["chosen"]),
+                    " ".join(run["partition_hash"] or "-" for run in runs),
+                    " ".join(run["fingerprint"] for run in runs),
                 ]
             )
     return sink.getvalue()
