@@ -4,20 +4,19 @@ import json
 import shutil
 
 import pytest
+from little import TERMS, federation
 
 import handspan
 from handspan.comparison import merge
 from handspan.core.errors import HandspanError
 
-METHODS = ["local", "fedrep", "fedavg+ft:ft_steps=2"]
+METHODS = ["local", "ifca:k=2", "fedavg+ft:ft_steps=2"]
 ASKED = {"seeds": 2, "engine": "loop", "threads": 1}
 
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory):
     """A comparison with trials and one without, each in one sitting."""
-    from conftest import TERMS, federation
-
     folders = {}
     for tune in (None, 2):
         folders[tune] = tmp_path_factory.mktemp("whole")
@@ -63,6 +62,16 @@ def test_trials_and_final_runs_may_be_divided_apart(both, part, contents, tmp_pa
     assert contents(tmp_path / "merged") == contents(both[2])
 
 
+def test_the_order_of_methods_and_settings_is_that_of_the_question(part, contents, tmp_path):
+    grid = ["ifca:upload=sum,one_hot:k=2,3", "fedavg:weights=uniform,examples:lr=0.1,1"]
+    given = {"methods": ["ifca", "fedavg"], "grid": grid, "seeds": 1}
+    part("whole", **given)
+    for i in (1, 2):
+        part(f"s{i}", shard=f"{i}/2", **given)
+    merge([tmp_path / "s1", tmp_path / "s2"], tmp_path / "merged")
+    assert contents(tmp_path / "merged") == contents(tmp_path / "whole")
+
+
 def test_shards_may_share_one_folder(both, part, contents, tmp_path):
     for stage in ("tune", "final"):
         for i in (1, 2, 3):
@@ -73,7 +82,7 @@ def test_shards_may_share_one_folder(both, part, contents, tmp_path):
 def test_what_is_still_missing_is_told_and_there_is_no_table_yet(part, tmp_path, call):
     part("s1", shard="1/2")
     table = merge([tmp_path / "s1"], tmp_path / "merged")
-    assert table.missing == ["fedrep, seed 0", "local, seed 1", "fedavg+ft:ft_steps=2, seed 1"]
+    assert table.missing == ["ifca:k=2, seed 0", "local, seed 1", "fedavg+ft:ft_steps=2, seed 1"]
     assert not (tmp_path / "merged" / "table.md").exists()
     code, out, _ = call("merge", str(tmp_path / "s1"), "--out", str(tmp_path / "merged"))
     assert (code, "3 runs are missing, the table waits for them" in out) == (0, True)

@@ -9,19 +9,20 @@ import sys
 from pathlib import Path
 
 import pytest
+from little import TERMS, federation
 
 import handspan
 from handspan.comparison import read
 from handspan.core.errors import HandspanError
 
-METHODS = ["local", "fedrep", "fedavg+ft:ft_steps=2"]
+METHODS = ["local", "ifca:k=2", "fedavg+ft:ft_steps=2"]
 ASKED = {"seeds": 2, "tune": 2, "engine": "loop", "threads": 1}
 HERE = Path(__file__).parent
 
 KILLED = """
 import os, signal, sys
 sys.path.insert(0, sys.argv[1])
-from conftest import TERMS, federation
+from little import TERMS, federation
 from test_resume import ASKED, METHODS
 import handspan
 
@@ -58,8 +59,6 @@ def crashing(after):
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """The comparison in one sitting."""
-    from conftest import TERMS, federation
-
     out = tmp_path_factory.mktemp("whole")
     handspan.compare(METHODS, lambda seed, _: (federation(seed), None), out=out, **TERMS, **ASKED)
     return out

@@ -168,7 +168,7 @@ def _read(
     read = {key: getattr(training, key) for key in rest}
     for key in mine:
         read[key] = next(getattr(config, key) for config in configs if hasattr(config, key))
-    return {key: read[key] for key in point}
+    return {key: read[key] for key in sorted(point)}  # as files have them
 
 
 def at_the_edge(points: Sequence[Choice], chosen: Choice) -> list[str]:

@@ -187,6 +187,9 @@ def read(folder: str | Path) -> Comparison:
     rows, tuning = read_json(place / "comparison.json"), read_json(place / "tuning.json")
     try:
         scores = {(row["method"], row["seed"]): _scores(place, row) for row in rows}
+        if tuning:  # files have their keys sorted
+            told = tuning["methods"]
+            tuning["methods"] = {text: told[text] for text in about["methods"]}
         missing = lacking(about, tuning, rows)
     except (KeyError, TypeError, AttributeError):
         raise HandspanError(
