@@ -9,8 +9,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 METHODS := local,fedavg,fedavg+ft,fedrep,ifca:k=5,ifca:k=10,pflmf:factor=head:scaled=true:rank=5
-TERMS := --data digits --clients 100 --rounds 100 --cohort 0.2 --steps 15 --batch-size all \
-         --lr 0.3 --seeds 3
+TERMS := --data digits --clients 100 --cohort 0.2 --steps 15 --batch-size all --lr 0.3 --seeds 3
 
 .PHONY: install demo test lint types
 
@@ -25,9 +24,10 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 demo: install
-	$(BIN)/handspan compare $(METHODS),fedavg_groups --partition permuted:5 $(TERMS) \
+	$(BIN)/handspan compare $(METHODS),fedavg_groups --partition permuted:5 --rounds 100 $(TERMS) \
 	    --out $(DEMO)/permuted
-	$(BIN)/handspan compare $(METHODS) --partition dirichlet:0.5 $(TERMS) --out $(DEMO)/dirichlet
+	$(BIN)/handspan compare $(METHODS) --partition dirichlet:0.5 --rounds 50 $(TERMS) \
+	    --out $(DEMO)/dirichlet
 	@echo "tables: $(DEMO)/permuted/comparison.json and $(DEMO)/dirichlet/comparison.json;"
 	@echo "every run has a folder beside them (scores, history, models)"
 

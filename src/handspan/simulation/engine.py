@@ -61,8 +61,10 @@ def choose_engine(
     if isinstance(data.x, Csr) and any(s.sparse for p in algorithm.rounds for s in p.stages):
         if any(phase.cohort_update is None for phase in algorithm.rounds):
             return EngineChoice(engine="loop", block_size=size, threads=threads or 1)
-    if engine == "steady" or all(p.cohort_update is not None for p in algorithm.rounds):
-        return EngineChoice(engine="stacked", block_size=size, threads=threads or 1)
+    is_flat = all(phase.cohort_update is not None for phase in algorithm.rounds)
+    if engine == "steady" or is_flat:
+        name = "stacked" if is_flat or on_gpu or not _is_ragged(data) else "loop"
+        return EngineChoice(engine=name, block_size=size, threads=threads or 1)
     simulation = Simulation(algorithm, data, seed=seed)
     state = start(algorithm, simulation, seed)
     round = draw_round(0, simulation.population, cohort, "fixed", seed)
@@ -85,6 +87,14 @@ def choose_engine(
         processes = 1 if on_gpu else min(workers or available, len(round.ids))
         _remembered[key] = contest.decide(sizes, threads or 1, available, processes)
     return _remembered[key]
+
+
+def _is_ragged(data: FederatedData) -> bool:
+    """Whether a cohort falls into groups of other widths in every round.
+
+    Then most steps of blocks have a shape that does not come again, and are worth no recording.
+    """
+    return int(data.num_train.max()) > 4 / 3 * max(1, int(data.num_train.min()))
 
 
 def _shapes(algorithm: Algorithm, data: FederatedData, round: Round) -> str:

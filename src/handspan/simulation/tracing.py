@@ -22,7 +22,7 @@ from handspan.simulation.rewriting import rewrite
 
 Flat = Callable[..., list[Tensor]]
 # Recording costs as much as some dozens of plain calls, so a shape must prove that it is common.
-_CALLS_BEFORE_RECORDING = 12
+_CALLS_BEFORE_RECORDING = 48
 # A step of more operations (an unrolled recurrent network) is slow to record and gains little.
 _MOST_OPERATIONS = 1500
 
