@@ -678,6 +678,7 @@ MUTATIONS: tuple[Mutation, ...] = (
             "method.products(k, k.old)",
         ),
         ("a sum for the mean", "(r.total.basis_delta / r.weight)", "r.total.basis_delta"),
+        ("sum and mean swapped", 'self.config.balance == "mean"', 'self.config.balance == "sum"'),
     ),
     *_of(
         "lrs_linear",

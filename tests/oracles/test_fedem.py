@@ -8,6 +8,7 @@ from handspan.core.errors import HandspanError
 from handspan.numerics.local_work import LocalWork
 from handspan.numerics.optim import Sgd
 from handspan.registry import parse
+from handspan.testing import toys
 from handspan.testing.case import numbers
 from handspan.testing.oracles import models
 from handspan.testing.oracles.fedem import fedem, fit_mixture, log_likelihood
@@ -64,6 +65,19 @@ def test_a_new_client_fits_its_mixture_without_a_gradient():
     wanted = fit_mixture(unstacked(server), pi, models.loss, x, y, 7)
     close(fresh.simulation.store.read(torch.tensor([i])).mixture[0], wanted)
     assert costs.rows == 0 and costs.forward_rows == 3 * len(y)
+
+
+def test_with_numbers_for_labels_the_values_are_mixed():
+    data = toys.numbers()
+    run = Reference("fedem:num_components=2", data=data, task=toys.LinearTask())
+    params = run.server.models.params
+    for _, broadcast, mine in run.simulation.serve(run.server, torch.tensor([7]), 4):
+        pi = mine.mixture[0]
+        alone = dataclasses.replace(mine, mixture=pi)
+        got = run.algorithm.predict(broadcast, alone, data.x[:5], None)
+    each = [data.x[:5] @ params["weight"][m].T + params["bias"][m] for m in range(2)]
+    close(got, (pi[0] * each[0] + pi[1] * each[1]).numpy(), 1e-12)
+    assert float(pi.min()) > 0
 
 
 def with_equal_components(run):

@@ -13,6 +13,7 @@ from handspan.testing.references import Reference, close
 from handspan.testing.toys import LinearTask, numbers
 
 ALL = LocalWork(batch_size=None, learning_rate=0.2)
+MEAN = {"server_learning_rate": 0.1, "divisor": 11}
 CASES = (
     ("", {}, ALL),
     (
@@ -21,6 +22,7 @@ CASES = (
         LocalWork(batch_size=3, learning_rate=0.1),
     ),
     (":scale=0.3", {}, LocalWork(steps=3, batch_size=3, learning_rate=0.03)),
+    (":balance=mean:scale=0.5:server_learning_rate=0.1", MEAN, ALL),
     (":server_learning_rate=0:scale=0.5", {"server_learning_rate": 0.0}, ALL),
 )
 
@@ -103,6 +105,6 @@ def test_what_does_not_fit_is_refused_in_one_sentence():
         Reference("flute_linear:rank=5")
     with pytest.raises(HandspanError, match="no momentum"):
         Reference("flute_linear", LocalWork(sgd=Sgd(momentum=0.5)))
-    for setting in ("scale=0", "rank=0", "server_learning_rate=-1"):
+    for setting in ("scale=0", "rank=0", "server_learning_rate=-1", "balance=all"):
         with pytest.raises(HandspanError):
             parse(f"flute_linear:{setting}")

@@ -361,7 +361,7 @@ class _FedrepLinear:
         """Distance that the last round went, and to the planted basis where one is given."""
         told = {"rank": float(self.config.rank), "angle_moved": float(server.moved)}
         if self.truth is not None:
-            told["angle_to_truth"] = float(principal_angle(server.basis, self.truth))
+            told["angle_to_truth"] = float(principal_angle(server.basis.cpu(), self.truth))
         return told
 
 

@@ -14,9 +14,10 @@ Deviations
     The form of R and the order of the steps are from memory of the paper, which could not be read:
     R is kept in one place (``difference``). The server's step on the heads needs D alone, so that
     clients take it: the server keeps W W^T, told by changes of w_i w_i^T, and no head. Heads of
-    clients that are not drawn count in W W^T and stay. eta_r contains lambda. No moments, no exact
-    heads, no QR: that is what it changes against ``fedrep_linear``. Several outputs share B and
-    have a column of w each. No intercept.
+    clients that are not drawn count in W W^T and stay. B moves by a mean over clients and w_i by
+    its own gradient, so that with many clients ``balance=mean`` is better scaled. eta_r contains
+    lambda. No moments, no exact heads, no QR: that is what it changes against ``fedrep_linear``.
+    Several outputs share B and have a column of w each. No intercept.
 
 References
 ----------
@@ -49,11 +50,14 @@ class FluteLinearConfig(MethodConfig):
     """Columns k of the basis B."""
     scale: float = 0.1
     """Standard deviation alpha of the first entries of B and W."""
+    balance: str = "sum"
+    """What B^T B is held against: ``sum`` (W W^T) or ``mean`` (W W^T / n), for many clients."""
     server_learning_rate: float = 0.01
     """Step size eta_r of the balancing step, lambda included; 2 eta_r |B|^2 has to stay below 1."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot be meant."""
+        self.one_of("balance", ("sum", "mean"))
         self.at_least("rank", 1)
         self.at_least("server_learning_rate", 0)
         if not 0 < self.scale < float("inf"):
@@ -248,7 +252,8 @@ class _FluteLinear:
 
     def difference(self, server: FluteLinearServer) -> Tensor:
         """D = B^T B - W W^T; grad_B R = 2 B D and grad_W R = -2 D W."""
-        return server.basis.T @ server.basis - server.products
+        count = self.setting.num_clients if self.config.balance == "mean" else 1
+        return server.basis.T @ server.basis - server.products / count
 
     def imbalance(self, server: FluteLinearServer, round: Round) -> FluteLinearImbalance:
         """Send D."""

@@ -217,7 +217,7 @@ class _Pfedfda:
     def begin(self, b: PfedfdaBroadcast, client: Any, data: ClientData) -> PfedfdaWorking:
         """Start from theta, with the head of (mu_g, Sigma_g, pi_i)."""
         assert data.label_counts is not None
-        counts = data.label_counts.double()
+        counts = data.label_counts.to(self.setting.scalar).double()
         prior = counts / counts.sum().clamp(min=1) + _FLOOR
         prior = prior / prior.sum()
         return PfedfdaWorking(

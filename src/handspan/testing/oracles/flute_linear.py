@@ -28,6 +28,7 @@ def flute_linear(
     *,
     learning_rate: float,
     server_learning_rate: float = 0.01,
+    divisor: float = 1.0,
 ) -> tuple[Array, Array]:
     """Run the linear form.
 
@@ -39,6 +40,8 @@ def flute_linear(
         The first B (d, k) and W (k, n).
     learning_rate, server_learning_rate
         eta of the clients, eta_r (with lambda) of the server.
+    divisor
+        Of W W^T in the regulariser: 1, or the number of clients.
 
     Returns
     -------
@@ -62,7 +65,7 @@ def flute_linear(
             local.append(b)
             heads[:, i] = w
         basis = sum(local) / len(local)  # B', W'
-        difference = basis.T @ basis - heads @ heads.T
+        difference = basis.T @ basis - heads @ heads.T / divisor
         slope_basis = 2 * basis @ difference  # grad_B R
         slope_heads = -2 * difference @ heads  # grad_W R
         basis = basis - server_learning_rate * slope_basis
