@@ -298,11 +298,15 @@ def plot(
 
 
 @app.command("list")
-def list_methods() -> None:
+def list_methods(
+    detail: Annotated[
+        bool, typer.Option("--detail", help="count numbers, bytes and rows on the default model")
+    ] = False,
+) -> None:
     """List all methods, and what leaves a client."""
     from handspan.commands import list_all
 
-    list_all()
+    list_all(detail)
 
 
 @app.command()

@@ -19,7 +19,7 @@ from handspan.disk import write
 from handspan.options import DataOptions, TrainingOptions, from_values
 from handspan.registry import parse
 from handspan.report.newcomers import newcomer_tables
-from handspan.report.tables import comparison_table, lead, method_table, told_score
+from handspan.report.tables import comparison_table, lead, method_table, text_table, told_score
 from handspan.result import Result
 from handspan.runs import RunFolder
 
@@ -176,9 +176,16 @@ def draw_pictures(folder: str, *, out: str | None, formats: str) -> None:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def list_all() -> None:
+def list_all(detail: bool) -> None:
     """``handspan list``."""
-    console.print(method_table())
+    if not detail:
+        console.print(method_table())
+        return
+    from handspan import ledger
+
+    console.print(text_table("What is sent", ledger.UPLOADS, ledger.uploads()))
+    console.print(text_table("What it takes", ledger.COSTS, ledger.costs()))
+    console.print(ledger.explained())
 
 
 def _arrays(path: str, *names: str) -> dict[str, np.ndarray]:

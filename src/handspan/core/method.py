@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -107,6 +107,10 @@ class Method:
         (Setting, config) -> Algorithm.
     uploads, private, inferable
         In words: what leaves the client, what stays, what one upload reveals when seen alone.
+    numbers
+        Name of a phase -> how many numbers a client sends in it, in symbols: ``d`` parameters of
+        the model, ``h`` of its head, ``b`` of the rest, ``v`` of its batch normalisation, ``c``
+        outputs, ``f`` inputs of the head, ``p`` entries of a row, ``groups``, and settings by name.
     problem
         ``labels`` (a network on labelled rows), ``regression`` (a linear model of labels that are
         numbers) or ``matrix``.
@@ -125,6 +129,7 @@ class Method:
     uploads: str
     private: str
     inferable: str
+    numbers: Mapping[str, str] = field(default_factory=dict[str, str])
     problem: str = "labels"
     needs_side: bool = False
     needs_groups: bool = False

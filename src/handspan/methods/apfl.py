@@ -185,4 +185,5 @@ METHOD = Method(
     uploads="the whole shared model",
     private="a whole model of its own, and its share in the mixture",
     inferable="rows, by gradient inversion of the shared model's difference",
+    numbers={"train": "d"},
 )

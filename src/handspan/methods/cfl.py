@@ -388,4 +388,5 @@ METHOD = Method(
     uploads="the whole model",
     private="nothing but the number of its cluster",
     inferable="the client's cluster; rows, by gradient inversion",
+    numbers={"train": "d", "test": "d"},
 )

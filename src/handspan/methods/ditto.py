@@ -131,4 +131,5 @@ METHOD = Method(
     uploads="the whole shared model",
     private="the whole personal model",
     inferable="rows, by gradient inversion of the shared model's difference",
+    numbers={"train": "d"},
 )

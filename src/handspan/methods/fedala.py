@@ -220,4 +220,5 @@ METHOD = Method(
     uploads="the whole model",
     private="the mixed layers of its own model, and a weight for each of their entries",
     inferable="rows, by gradient inversion",
+    numbers={"train": "d"},
 )

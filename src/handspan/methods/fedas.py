@@ -219,4 +219,5 @@ METHOD = Method(
     uploads="the body of the model times its Fisher trace, and the trace",
     private="the head, and the body of its last training",
     inferable="how well the client is fitted; rows, by gradient inversion of the body's difference",
+    numbers={"train": "b + 1"},
 )

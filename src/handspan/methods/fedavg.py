@@ -178,4 +178,5 @@ METHOD = Method(
     uploads="the whole model",
     private="nothing",
     inferable="rows, by gradient inversion",
+    numbers={"train": "d"},
 )

@@ -167,5 +167,6 @@ METHOD = Method(
     uploads="the group and one model",
     private="the group",
     inferable="the group is told; rows, by gradient inversion",
+    numbers={"train": "d + groups"},
     needs_groups=True,
 )

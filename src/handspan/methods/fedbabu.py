@@ -110,4 +110,5 @@ METHOD = Method(
     uploads="the body of the model",
     private="nothing; the fine-tuned model is never sent",
     inferable="rows, by gradient inversion of the body's difference: the head is known",
+    numbers={"train": "b"},
 )

@@ -360,4 +360,5 @@ METHOD = Method(
     uploads="its change of K models (K x d numbers, or d + K with upload=rank_one)",
     private="psi_i: its shares of the K models",
     inferable="its shares, from one upload; rows, by gradient inversion",
+    numbers={"train": "num_bases * (d + 1)"},
 )

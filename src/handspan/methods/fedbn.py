@@ -80,5 +80,6 @@ METHOD = Method(
     uploads="all of the model but its layers of batch normalisation",
     private="scales, shifts and running statistics of batch normalisation",
     inferable="rows, by gradient inversion",
+    numbers={"train": "d - v"},
     needs_norm=True,
 )

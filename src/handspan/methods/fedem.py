@@ -263,4 +263,5 @@ METHOD = Method(
     uploads="M models",
     private="the shares of the components in its rows",
     inferable="its shares, from how far each model moved; rows, by gradient inversion",
+    numbers={"train": "num_components * d"},
 )

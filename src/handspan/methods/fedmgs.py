@@ -374,5 +374,10 @@ METHOD = Method(
     uploads="changes of HH^T and XH^T; once least, largest, sum and norm of the rows",
     private="one row of H for each data row",
     inferable="the rows themselves, of a client with no more rows than components",
+    numbers={
+        "scan": "4",
+        "start": "num_components * (p + num_components)",
+        "factorise": "num_components * (p + num_components)",
+    },
     problem="matrix",
 )

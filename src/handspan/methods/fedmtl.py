@@ -217,4 +217,5 @@ METHOD = Method(
     uploads="its whole personal model",
     private="nothing that the server does not have",
     inferable="the personal model is told; rows, by gradient inversion",
+    numbers={"train": "d"},
 )

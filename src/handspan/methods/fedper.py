@@ -67,4 +67,5 @@ METHOD = Method(
     uploads="the base of the model",
     private="the personal layers",
     inferable="rows, by gradient inversion of the base's difference",
+    numbers={"train": "b"},
 )

@@ -81,4 +81,5 @@ METHOD = Method(
     uploads="the body of the model",
     private="the head",
     inferable="rows, by gradient inversion of the body's difference",
+    numbers={"train": "b"},
 )

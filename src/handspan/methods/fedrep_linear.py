@@ -374,5 +374,6 @@ METHOD = Method(
     uploads="its step on the basis; once the second moments y^2 x x^T",
     private="the head w_i",
     inferable="the direction of w_i; the rows, of a client with few of them",
+    numbers={"moments_0": "p * (p + 1) / 2", "train": "rank * p"},
     problem="regression",
 )

@@ -75,4 +75,5 @@ METHOD = Method(
     uploads="the shared part of the model",
     private="the personal part",
     inferable="rows, by gradient inversion of the shared part's difference",
+    numbers={"train": "b"},
 )

@@ -238,4 +238,5 @@ METHOD = Method(
     uploads="the body of the model",
     private="the head; which classes there are",
     inferable="rows, by gradient inversion of the body's difference",
+    numbers={"train": "b"},
 )

@@ -290,5 +290,6 @@ METHOD = Method(
     uploads="its change of the basis and of w w^T",
     private="the head w_i",
     inferable="w_i up to sign, from its change of w w^T; residuals of its rows",
+    numbers={"products": "rank * rank", "train": "rank * (p + rank)", "balance": "rank * rank"},
     problem="regression",
 )

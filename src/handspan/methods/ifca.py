@@ -222,4 +222,5 @@ METHOD = Method(
     uploads="the number of its cluster and one model (k models with upload=sum)",
     private="nothing",
     inferable="the client's cluster; rows, by gradient inversion",
+    numbers={"train": "d + k"},
 )

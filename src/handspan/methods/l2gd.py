@@ -245,4 +245,5 @@ METHOD = Method(
     uploads="its whole personal model, when a pull follows local steps",
     private="its model, and the last mean",
     inferable="the personal model is told; rows, by gradient inversion",
+    numbers={"average": "d"},
 )

@@ -65,4 +65,5 @@ METHOD = Method(
     uploads="the top layers of the model",
     private="the encoder below them",
     inferable="features of rows, by gradient inversion of the top layers' difference; their labels",
+    numbers={"train": "h"},
 )

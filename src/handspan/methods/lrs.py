@@ -378,4 +378,5 @@ METHOD = Method(
     uploads="a rank-one change of the basis (d x r numbers) and w w^T",
     private="the coordinates w_i and the sparse b_i",
     inferable="w_i up to sign, from its w w^T; rows, by gradient inversion",
+    numbers={"train": "rank * (d + rank)"},
 )

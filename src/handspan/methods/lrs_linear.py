@@ -340,5 +340,6 @@ METHOD = Method(
     uploads="w w^T kron X^T X and X^T (y - X b) w^T; once the second moments y^2 x x^T",
     private="w_i and the sparse b_i",
     inferable="w_i up to sign, and the rows up to a rotation among them",
+    numbers={"moments_0": "p * (p + 1) / 2", "train": "rank * p * (rank * p + 1) / 2 + rank * p"},
     problem="regression",
 )

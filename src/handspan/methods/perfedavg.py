@@ -152,4 +152,5 @@ METHOD = Method(
     uploads="the whole model",
     private="nothing; the personal model is never sent",
     inferable="rows, by gradient inversion",
+    numbers={"train": "d"},
 )

@@ -70,5 +70,6 @@ METHOD = Method(
     uploads="the whole model",
     private="the side information z",
     inferable="the direction of z, from one upload; rows, by gradient inversion",
+    numbers={"train": "d"},
     needs_side=True,
 )

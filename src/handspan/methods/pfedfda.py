@@ -292,4 +292,5 @@ METHOD = Method(
     uploads="the body of the model, class means and one covariance of its features",
     private="nothing; its label frequencies stay with it",
     inferable="class means of its features; rows, by gradient inversion",
+    numbers={"train": "b + c * f + f * f"},
 )

@@ -156,4 +156,5 @@ METHOD = Method(
     uploads="the whole local model",
     private="nothing; the personal model is never sent",
     inferable="rows, by gradient inversion",
+    numbers={"train": "d"},
 )

@@ -396,4 +396,5 @@ METHOD = Method(
     uploads="a rank-one change of the basis (d x r numbers, or d + r with upload=rank_one)",
     private="the coordinates v_i",
     inferable="the direction of v_i, from one upload; rows, by gradient inversion",
+    numbers={"train": "rank * d"},
 )

@@ -207,4 +207,5 @@ METHOD = Method(
     uploads="changes of the model and of the client's control",
     private="the control c_i",
     inferable="rows, by gradient inversion; c_i, by adding up a client's uploads",
+    numbers={"train": "2 * d"},
 )

@@ -117,5 +117,6 @@ METHOD = Method(
     uploads="sums: body, rank-one change of the basis, nearest centre, losses of candidates",
     private="the coordinates v_i, the label frequencies",
     inferable="v_i and its group, from one upload seen alone; rows, by gradient inversion",
+    numbers={"race": "d", "common": "d"},
     chooses=True,
 )

@@ -1,7 +1,8 @@
 """The parts of the documentation that are made from the code, so that they cannot go stale.
 
 A page marks such a part by two comments, ``<!-- made: KIND NAME -->`` and ``<!-- end -->``. Kinds:
-``settings`` and ``deviations`` and ``boundary`` of a method, ``methods`` for the table of all.
+``settings`` and ``deviations`` and ``boundary`` of a method, ``methods`` for the table of all, and
+``uploads``, ``costs`` and ``counted`` for the ledger.
 ``python -m handspan.report.pages`` writes them anew; ``--check`` only tells which are stale.
 """
 
@@ -109,11 +110,40 @@ def all_methods(name: str = "") -> str:
     return _table(("method", "paper", "leaves the client", "can be inferred from it"), rows)
 
 
+def ledger_uploads(name: str = "") -> str:
+    """Return the table of what all methods send."""
+    from handspan import ledger
+
+    return _table(ledger.UPLOADS, _linked(ledger.uploads()))
+
+
+def ledger_costs(name: str = "") -> str:
+    """Return the table of what all methods take."""
+    from handspan import ledger
+
+    return _table(ledger.COSTS, _linked(ledger.costs()))
+
+
+def ledger_explained(name: str = "") -> str:
+    """Return how the ledger was counted."""
+    from handspan import ledger
+
+    return "\n".join(textwrap.wrap(ledger.explained(), 99)) + "\n"
+
+
+def _linked(lines: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Let the names lead to the pages beside this one."""
+    return [(f"[`{name}`]({name}.md)", *rest) for name, *rest in lines]
+
+
 PARTS: dict[str, Callable[[str], str]] = {
     "settings": settings,
     "deviations": deviations,
     "boundary": boundary,
     "methods": all_methods,
+    "uploads": ledger_uploads,
+    "costs": ledger_costs,
+    "counted": ledger_explained,
 }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich import box
@@ -222,9 +222,16 @@ def _megabytes(value: float | None) -> str:
 
 def method_table() -> Table:
     """All methods, and what leaves a client."""
-    table = Table(title="Methods", title_justify="left")
-    for name in ("method", "paper", "leaves the client", "can be inferred", "stays"):
+    lines = [(m.name, m.paper, m.uploads, m.inferable, m.private) for m in methods().values()]
+    head = ("method", "paper", "leaves the client", "can be inferred", "stays")
+    return text_table("Methods", head, lines)
+
+
+def text_table(title: str, head: Sequence[str], lines: Iterable[Sequence[str]]) -> Table:
+    """Words in columns."""
+    table = Table(title=title, title_justify="left")
+    for name in head:
         table.add_column(name, overflow="fold")
-    for method in methods().values():
-        table.add_row(method.name, method.paper, method.uploads, method.inferable, method.private)
+    for line in lines:
+        table.add_row(*line)
     return table
