@@ -75,6 +75,8 @@ def test_without_a_sparse_part_it_is_pflmf_with_scaled_steps():
 def test_steps_go_in_thirds():
     stages = Reference("lrs", LocalWork(steps=15)).algorithm.rounds[0].stages
     assert [stage.steps for stage in stages] == [5, 5, 5]
+    stages = Reference("lrs:sparsity=0", LocalWork(steps=15)).algorithm.rounds[0].stages
+    assert [stage.steps for stage in stages] == [10, 5]
     stages = Reference("lrs", LocalWork(epochs=2)).algorithm.rounds[0].stages
     assert [(stage.steps, stage.epochs) for stage in stages] == [(None, 2)] * 3
 

@@ -211,10 +211,12 @@ class _Lrs:
         self.count = round(config.sparsity * size)  # k
 
     def blocks(self) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-        """Options of the three stages: N steps go in thirds."""
+        """Options of the three stages: N steps go in thirds, 2:1 where there is no sparse part."""
         config = self.config
         personal, shared = self.work.split(None, config.shared_steps)
-        each = None if personal["steps"] is None else max(1, personal["steps"] // 2)
+        each = personal["steps"]
+        if each is not None and config.sparsity:
+            each = max(1, each // 2)
 
         def block(told: int | None) -> dict[str, Any]:
             steps = each if told is None else told
