@@ -162,7 +162,7 @@ def test_a_folder_of_another_kind_is_left_alone(by_seed, terms, tmp_path):
 
 
 def test_two_processes_do_not_run_one_cell(whole, by_seed, terms, tmp_path):
-    from handspan.comparison.folders import held
+    from handspan.disk import held
 
     name = json.loads((whole / "comparison.json").read_text())[0]["cell"]
     with held(tmp_path / "c" / name):

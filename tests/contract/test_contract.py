@@ -27,6 +27,10 @@ VARIANTS = {
         "fedrep_linear:rank=2:head=shared:start=random",
     ),
     "scaffold": ("scaffold:option=I",),
+    "span": (
+        "span:race=false",
+        "span:race=false:cut=false:scaled=false:offset=false:factor=hidden.*",
+    ),
     "fedmgs": ("fedmgs:num_components=3:constants=paper:penalty_tolerance=0.9",),
     "pflmf": (
         "pflmf:rank=2:scaled=true:affine=true:v_for_basis=new",
@@ -35,6 +39,8 @@ VARIANTS = {
     ),
 }
 SEEDS = {"l2gd:pull_probability=0.7": 5}  # in two rounds its coin asks for every kind of contact
+# Rounds in which everything has happened, for methods that decide later.
+ROUNDS = {"span": 3, "span:race=false": 4}
 WORKS = {
     "momentum": LocalWork(steps=3, batch_size=3, sgd=Sgd(momentum=0.5), adapt_steps=2),
     "nesterov": LocalWork(epochs=1, batch_size=4, sgd=Sgd(momentum=0.5, nesterov=True)),
@@ -50,7 +56,12 @@ COSTLY = {"blocks_run_without_warning", "the_default_type_does_not_matter"}
 
 @functools.cache
 def case(text: str, work: str = "") -> Case:
-    return Case(text, work=WORKS[work] if work else None, seed=SEEDS.get(text, SEED))
+    return Case(
+        text,
+        work=WORKS[work] if work else None,
+        seed=SEEDS.get(text, SEED),
+        watched_rounds=ROUNDS.get(text, 2),
+    )
 
 
 def texts() -> list[str]:

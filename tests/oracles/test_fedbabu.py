@@ -56,14 +56,14 @@ def test_a_client_is_served_the_model_tuned_on_its_rows(text, names, rate, steps
             learning_rate=rate,
             names=list(start) if names is None else names,
         )
-        close(take(tuned, i).params, wanted)
+        close(take(tuned, i).model.params, wanted)
 
 
 def test_without_tuning_everybody_is_served_the_body_and_the_first_head():
     run = Reference("fedbabu:tune_steps=0")
     (_, _, served), *_ = run.simulation.serve(run.server, torch.arange(11), run.rounds)
     for i in range(11):
-        close(take(served, i).params, arrays(run.server.params), 0.0)
+        close(take(served, i).model.params, arrays(run.server.params), 0.0)
 
 
 def test_the_body_makes_up_for_the_frozen_head():

@@ -215,7 +215,9 @@ class _Gate:
         )
 
     def _end(self, b: GateBroadcast, k: Choosing, data: ClientData) -> tuple[GateServed, None]:
-        choice = torch.where(data.num > 0, self._choice(k), self._count - 1)
+        choice = self._choice(k)
+        has_rows = (data.num > 0).to(choice.device)  # counts stay on the CPU
+        choice = torch.where(has_rows, choice, self._count - 1)
         own = k.clients.own
         if self._predict is not None:
             cluster = self._algorithm.cluster

@@ -33,10 +33,17 @@ class Case:
         Local work; that of the toys by default.
     seed
         Seed of runs.
+    watched_rounds
+        Rounds of the run whose exchanges are looked at.
     """
 
     def __init__(
-        self, method: Method | MethodSpec | str, *, work: LocalWork | None = None, seed: int = SEED
+        self,
+        method: Method | MethodSpec | str,
+        *,
+        work: LocalWork | None = None,
+        seed: int = SEED,
+        watched_rounds: int = 2,
     ) -> None:
         if isinstance(method, str):
             method = parse(method)
@@ -46,6 +53,7 @@ class Case:
         self.work = work
         self.seed = seed
         self.cohort = COHORT
+        self.watched_rounds = watched_rounds
 
     def problem(self, **options: Any) -> Problem:
         """Return the toy problem, or another one of the same kind."""
@@ -99,7 +107,13 @@ class Case:
     @cached_property
     def watched(self) -> tuple[list[Exchange], Any, Simulation]:
         """A short run on the loop engine, exchange by exchange."""
-        return watched(self.algorithm, self.made.data, rounds=2, cohort=self.cohort, seed=self.seed)
+        return watched(
+            self.algorithm,
+            self.made.data,
+            rounds=self.watched_rounds,
+            cohort=self.cohort,
+            seed=self.seed,
+        )
 
     @property
     def exchanges(self) -> list[Exchange]:

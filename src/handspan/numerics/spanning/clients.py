@@ -180,11 +180,13 @@ class Clients:
         self, b: SpanBroadcast, k: SpanWorking, data: ClientData
     ) -> tuple[SpanClient, SpanUpload]:
         """Keep the own v; upload the changes."""
+        # All that is sent will be weighted; of centres, every client counts as one.
+        weight = self.made.weight(data.num).to(k.choice.device)
         return self.kept(b, k), SpanUpload(
             delta=k.delta,
             fixed=k.fixed,
             coordinates=k.coordinates,
-            choice=k.choice,
+            choice=k.choice / weight,
             body=k.body,
             buffers=k.buffers,
         )
@@ -202,7 +204,7 @@ class Clients:
             products=outer_sums(uploads.delta, uploads.fixed, weights),
             moments=products(uploads.fixed),
             spread=products(own),
-            centres=sum_by_centre(uploads.choice, uploads.coordinates, (weights > 0).double()),
+            centres=sum_by_centre(uploads.choice, uploads.coordinates, weights),
             body=weighted_sum(uploads.body, weights),
             buffers=weighted_sum(uploads.buffers, weights),
             weight=weights.sum(),
@@ -273,7 +275,8 @@ class Clients:
         """Shrink the client's v to the centre that fits its rows."""
         choice, centre = self.chosen(b, k)
         v = centre + b.inner.own * (k.inner.coordinates - centre)
-        v = torch.where(data.num > 0, v, k.inner.coordinates)  # without rows nothing fits
+        # Without rows nothing fits. The counts stay on the CPU.
+        v = torch.where((data.num > 0).to(v.device), v, k.inner.coordinates)
         settled = dataclasses.replace(k.inner, coordinates=v, choice=choice)
         return self.kept(b.inner, settled), None
 

@@ -338,7 +338,7 @@ class _Phases:
         def end(b: ServeBroadcast, k: Fitting, data: ClientData) -> tuple[SpanClient, None]:
             # Without any rows nothing speaks for a centre: the mean of all of them.
             mean = b.share.exp() @ b.inner.means
-            v = torch.where(data.num > 0, k.inner.coordinates, mean)
+            v = torch.where((data.num > 0).to(mean.device), k.inner.coordinates, mean)
             return clients.kept(b.inner, dataclasses.replace(k.inner, coordinates=v)), None
 
         steps = Stage(step=clients.coordinate_step, rows=rows, **self.setting.work.adapting())

@@ -118,7 +118,7 @@ class SpanUpload(Record):
     delta: Params
     fixed: Tensor  # (1 + k,)
     coordinates: Tensor  # (k,)
-    choice: Tensor  # (groups,)
+    choice: Tensor  # (groups,) float64, 1 / weight of the client at its centre
     body: Params
     buffers: Params
 
