@@ -459,7 +459,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         ),
         ("wrong scale of theta", "else k.fixed @ k.fixed", "else (k.fixed @ k.fixed).sqrt()"),
         ("wrong divisor", "rate / self.setting.num_clients", "rate / self.setting.cohort"),
-        ("missing weight", "{name: product / weight for", "{name: product for"),
+        ("missing weight", "basis, change, weight)", "basis, change, torch.ones_like(weight))"),
         ("missing preconditioner", "b.preconditioner @ gradient if", "gradient if"),
         ("missing offset", "torch.ones_like(coordinates[:1])", "torch.zeros_like(coordinates[:1])"),
         ("swapped sign", "(total - r.weight * old", "(total + r.weight * old"),

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from handspan.core import keys
-from handspan.numerics import low_rank
+from handspan.numerics import averaging, low_rank
 
 SHAPES = {"bias": (2,), "weight": (2, 5)}
 
@@ -36,6 +36,16 @@ def test_products_go_over_all_parameters():
     rows = basis()
     flat = torch.cat([rows[name].flatten(1) for name in SHAPES], 1)
     torch.testing.assert_close(low_rank.gram(rows), flat @ flat.T, rtol=1e-12, atol=1e-12)
+
+
+def test_a_change_is_added_in_the_type_of_the_basis_however_it_is_cut(monkeypatch):
+    rows = {name: value.float() for name, value in basis(5).items()}
+    change = {name: 7.0 * value for name, value in basis(5).items()}
+    for cached in (1, 20, 10**6):
+        monkeypatch.setattr(averaging, "_CACHED", cached)
+        got = averaging.moved_by_mean(rows, change, torch.tensor(3.0, dtype=torch.float64))
+        for name, value in rows.items():
+            assert torch.equal(got[name], value + (change[name] / 3.0).float())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -40,7 +40,7 @@ from handspan.core.errors import HandspanError
 from handspan.core.method import Method, MethodConfig, Setting
 from handspan.core.records import Params, Record, map_tensors
 from handspan.core.task import Task, value_and_grad
-from handspan.numerics.averaging import chosen_names, parts
+from handspan.numerics.averaging import chosen_names, moved_by_mean, parts
 from handspan.numerics.local_work import LocalWork
 from handspan.numerics.low_rank import apply_map, compose, gram, outer_sums, spectrum, weighted_sum
 
@@ -365,17 +365,17 @@ class _Pflmf:
         config, weight = self.config, r.weight
         if config.participation == "bernoulli" and config.bernoulli_mean == "expected":
             weight = torch.full_like(weight, float(self.setting.cohort))  # p n
-        step = {name: product / weight for name, product in r.products.items()}
+        change = r.products
         if config.scaled:
             eye = torch.eye(self.num_rows, dtype=torch.float64, device=weight.device)
-            step = apply_map(torch.linalg.inv(r.moments / weight + config.damping * eye), step)
+            change = apply_map(torch.linalg.inv(r.moments / weight + config.damping * eye), change)
 
         def moved(old: Tensor, total: Tensor) -> Tensor:
             change = (total - r.weight * old.to(torch.float64)) / weight
             return (old.to(torch.float64) + change).to(old)
 
         return PflmfServer(
-            basis={name: step[name].to(rows).add_(rows) for name, rows in server.basis.items()},
+            basis=moved_by_mean(server.basis, change, weight),
             body=map_tensors(moved, server.body, r.body),
             buffers=map_tensors(moved, server.buffers, r.buffers),
             moments=r.moments / r.weight if config.scaled else None,

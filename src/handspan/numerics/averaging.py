@@ -22,6 +22,8 @@ from handspan.core.task import Task, value_and_grad
 from handspan.numerics.local_work import LocalWork
 from handspan.numerics.optim import Sgd, pulled
 
+_CACHED = 1 << 20  # numbers
+
 
 class ModelState(Record):
     """A whole model."""
@@ -184,3 +186,15 @@ def chosen_names(task: Task, which: str, setting: str) -> tuple[str, ...]:
 def as_float(value: float, like: Params) -> Tensor:
     """Return a number as a scalar in the type of the parameters."""
     return torch.tensor(value).to(next(iter(like.values())))
+
+
+def moved_by_mean(params: Params, total: Params, weight: Tensor) -> Params:
+    """Return ``params + total / weight``, a few rows at a time: those stay in the cache."""
+    result: Params = {}
+    for name, rows in params.items():
+        new, some = torch.empty_like(rows), max(1, _CACHED // rows[0].numel())
+        pieces = zip(new.split(some), rows.split(some), total[name].split(some), strict=True)
+        for target, old, step in pieces:
+            torch.add(old, (step / weight).to(old), out=target)
+        result[name] = new
+    return result
