@@ -31,7 +31,14 @@ def places(mutation: Mutation, root: Path = ROOT) -> int:
 def suites(mutation: Mutation) -> list[list[str]]:
     """Arguments for pytest, the likeliest tests first."""
     if mutation.method == "shared":
-        return [["tests/oracles"], ["tests/simulation", "tests/reductions"], ["tests/contract"]]
+        return [
+            ["tests/numerics"],
+            ["tests/oracles"],
+            ["tests/simulation", "tests/reductions"],
+            ["tests/contract"],
+        ]
+    if mutation.method == "runs":
+        return [["tests/runs"]]
     keyword = "+ft" if mutation.method == "finetune" else mutation.method
     return [
         [f"tests/oracles/test_{mutation.method}.py"],
@@ -71,7 +78,7 @@ def caught_by(mutation: Mutation, copy: Path) -> str | None:
 def main() -> int:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.mutate", description=__doc__)
-    parser.add_argument("method", nargs="*", help="only bugs of these methods, or 'shared'")
+    parser.add_argument("method", nargs="*", help="only bugs of these methods, 'shared' or 'runs'")
     parser.add_argument("--list", action="store_true", help="only print the bugs")
     options = parser.parse_args()
     chosen = [m for m in MUTATIONS if not options.method or m.method in options.method]

@@ -12,7 +12,7 @@ class Mutation:
     Attributes
     ----------
     method
-        The method it concerns, or ``shared``.
+        The method it concerns, ``shared`` (by many), or ``runs`` (what is kept on disk).
     what
         The slip, in words.
     file
@@ -903,6 +903,40 @@ MUTATIONS: tuple[Mutation, ...] = (
             "nothing is discarded",
             "self._staged = self._staged[: self._committed]",
             "self._committed = len(self._staged)",
+        ),
+    ),
+    *_of(
+        "runs",
+        "disk.py",
+        ("damage is not noticed", "if checksum != _checksum(named, about):", "if False:"),
+        ("written in place", 'path.with_name(path.name + ".partial")', "path"),
+        ("in any order", "_ABOUT: f", 'str(id(named)): "", _ABOUT: f'),
+        ("two at once", "fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB)", "fcntl.LOCK_SH"),
+    ),
+    *_of(
+        "runs",
+        "runs.py",
+        (
+            "another format is read",
+            "if version is not None and version != FORMAT:",
+            "if version is None:",
+        ),
+        ("the journal is forgotten", "            store.apply(named)\n", ""),
+        ("costs begin again", 'costs=Costs(**progress["costs"])', "costs=Costs()"),
+        ("a round too much", 'round=progress["round"]', 'round=progress["round"] - 1'),
+        (
+            "a failed beginning stays",
+            "            (self.path / name).unlink(missing_ok=True)\n",
+            "",
+        ),
+    ),
+    *_of(
+        "runs",
+        "simulation/store.py",
+        (
+            "files run ahead of the server",
+            "        if not self.is_on_disk:\n            self._write_staged()\n",
+            "        self._write_staged()\n",
         ),
     ),
     *_of(
