@@ -11,8 +11,8 @@ from handspan.evaluation.clustering import clustering_scores
 from handspan.models.convert import task_from_module
 from handspan.numerics.local_work import LocalWork
 from handspan.testing.case import numbers
-from handspan.testing.references import Reference, arrays, close
 from handspan.testing.quadratics import QuadraticTask, quadratic
+from handspan.testing.references import Reference, arrays, close
 from handspan.testing.toys import labelled
 
 
