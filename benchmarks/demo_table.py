@@ -34,8 +34,9 @@ def table(folder: Path, about: str) -> str:
     first = sides["permuted"]
     count = len(next(iter(first.values())))
     headings = ["method"]
-    for name in SIDES.values():
-        headings += [f"{name}: accuracy %", "worst tenth %"]
+    for name, told in SIDES.items():
+        rounds = max(run["rounds"] for runs in sides[name].values() for run in runs)
+        headings += [f"{told}, {rounds} rounds: accuracy %", "worst tenth %"]
     lines = [[*headings, "MB up", "seconds"], ["---", *["---:"] * 6]]
     for method, runs in first.items():
         cells = [f"`{method}`"]

@@ -31,6 +31,7 @@ class Victim:
     command: list[str]
     root: Path
     expected: dict[str, bytes]
+    lasted: float  # seconds of the shortest run so far that nobody killed
     finished: int = 0
     kills: int = 0
     torn: int = 0  # kills that hit a file half-written, or a journal not yet applied
@@ -43,6 +44,7 @@ class Victim:
 
     def live(self, seconds: float | None) -> None:
         """Start or resume the run; kill it after so many seconds."""
+        is_whole, begin = not self.folder.exists(), time.perf_counter()
         process = subprocess.Popen(
             [*self.command, "--out", str(self.folder), "--resume"],
             stdout=subprocess.DEVNULL,
@@ -58,6 +60,8 @@ class Victim:
             return
         if process.returncode:
             raise SystemExit(f"the run stopped by itself: {complaint.decode()}")
+        if is_whole:
+            self.lasted = min(self.lasted, time.perf_counter() - begin)
         self.compare()
 
     def tell(self, seconds: float | None) -> None:
@@ -121,9 +125,10 @@ def main() -> int:
         subprocess.run([*command, "--out", str(undisturbed)], check=True, stdout=subprocess.DEVNULL)
         lasted = time.perf_counter() - begin
         print(f"     undisturbed: {lasted:.1f} s")
-        victim, moments = Victim(command, root, contents(undisturbed)), random.Random(options.seed)
+        victim = Victim(command, root, contents(undisturbed), lasted)
+        moments = random.Random(options.seed)
         while victim.kills < options.kills:
-            victim.live(moments.uniform(0, lasted))
+            victim.live(moments.uniform(0, victim.lasted))
         if victim.folder.exists():
             victim.live(None)
     for path in victim.differing:

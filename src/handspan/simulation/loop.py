@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -98,8 +99,7 @@ class LoopExecutor:
             place = slice(start + base, start + base + count)
             rows = torch.arange(base, base + count)
             batch = make_batch(self.data, place, rows, stage.sparse, about.side)
-            for k in step_keys[:steps]:
-                yield from part(batch, [count], (k,))
+            yield from part(batch, None, step_keys[:steps])
             return
         lengths = plan.weight[j].sum(1).tolist()
         width = max(1, self.data.num_bytes_of_rows(plan.rows.shape[2]))
@@ -182,18 +182,26 @@ def float_type(data: FederatedData) -> torch.dtype:
     return torch.float32
 
 
-def _parts(batch: Batch, lengths: list[int], step_keys: Any) -> Iterator[list[Tensor]]:
-    """Cut gathered rows into the batches of single steps, as bare fields in their order."""
+def _parts(batch: Batch, lengths: list[int] | None, step_keys: Any) -> Iterator[list[Tensor]]:
+    """Cut gathered rows into the batches of single steps, as bare fields in their order.
+
+    Without ``lengths`` every step has them all.
+    """
     fields = [batch.x, batch.y, batch.weight, batch.rows]
-    cut = [[None] * len(lengths) if f is None else f.split(lengths) for f in fields]
+    cut: list[Any] = [repeat(field, len(step_keys)) for field in fields]
+    if lengths is not None:
+        cut = [c if f is None else f.split(lengths) for c, f in zip(cut, fields, strict=True)]
     for x, y, weight, rows, key in zip(*cut, step_keys, strict=True):
         batch_fields = (x, y, weight, key, rows, batch.side)
         yield [field for field in batch_fields if field is not None]
 
 
-def _record_part(batch: Batch, lengths: list[int], step_keys: Any) -> Iterator[Batch]:
-    """Cut gathered compressed rows into the batches of single steps."""
+def _record_part(batch: Batch, lengths: list[int] | None, step_keys: Any) -> Iterator[Batch]:
+    """Cut gathered compressed rows into the batches of single steps; without ``lengths``, don't."""
     at = 0
+    if lengths is None:
+        yield from (dataclasses.replace(batch, key=key) for key in step_keys)
+        return
     for count, key in zip(lengths, step_keys, strict=True):
         span = slice(at, at + count)
         at += count

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from handspan.simulation.recording import Recording
 from handspan.simulation.rewriting import is_mutable, value_of
 
 _ATEN = torch.ops.aten
@@ -84,7 +85,7 @@ class Replay:
         How long it is.
     """
 
-    def __init__(self, module: fx.GraphModule, state: range) -> None:
+    def __init__(self, module: Recording, state: range) -> None:
         self._module = module
         self._nodes: list[fx.Node] = list(module.graph.nodes)
         self._index = {node: position for position, node in enumerate(self._nodes)}

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from handspan.simulation.recording import Recording
+
 _ATEN = torch.ops.aten
 _SAME_DATA = {_ATEN.detach.default, _ATEN.alias.default}
 _SAME_NUMBERS = {_ATEN.squeeze_.dim, _ATEN.unsqueeze_.default, _ATEN.t_.default}
@@ -23,7 +25,7 @@ _SUMS = {_ATEN.addcmul.default, _ATEN.add.Tensor}
 _PRODUCTS = {_ATEN.mm.default: _ATEN.addmm.default, _ATEN.bmm.default: _ATEN.baddbmm.default}
 
 
-def rewrite(module: fx.GraphModule, constants: dict[int, Tensor], fuse: bool) -> None:
+def rewrite(module: Recording, constants: dict[int, Tensor], fuse: bool) -> None:
     """Simplify a recording; ``constants`` are arguments that never change, by position."""
     graph = module.graph
     if any(map(writes, graph.nodes)):  # what is written to is neither constant nor shared
@@ -60,20 +62,12 @@ def shape_of(node: Any) -> tuple[int, ...] | None:
     return None if value is None else tuple(value.shape)
 
 
-def _insert_constants(module: fx.GraphModule, constants: dict[int, Tensor]) -> None:
+def _insert_constants(module: Recording, constants: dict[int, Tensor]) -> None:
     places = [node for node in module.graph.nodes if node.op == "placeholder"]
     for position, value in constants.items():
         if places[position].users:
             with module.graph.inserting_after(places[-1]):
-                places[position].replace_all_uses_with(_constant(module, value))
-
-
-def _constant(module: fx.GraphModule, value: Tensor) -> fx.Node:
-    name = f"_constant_{sum(1 for _ in module.buffers(recurse=False))}"
-    module.register_buffer(name, value)
-    node = module.graph.get_attr(name)
-    node.meta["val"] = value
-    return node
+                places[position].replace_all_uses_with(module.constant(value))
 
 
 def _drop_what_changes_nothing(graph: fx.Graph) -> None:
@@ -105,7 +99,7 @@ def _is_idle(node: fx.Node, source: fx.Node) -> bool:
     return node.target is _ATEN.mul.Scalar and node.args[1] == 1
 
 
-def _fold_constants(module: fx.GraphModule) -> None:
+def _fold_constants(module: Recording) -> None:
     """Compute once what depends on no argument (shares of the rows, zeros of a ``where``)."""
     for node in list(module.graph.nodes):
         if node.op != "call_function" or node.target is operator.getitem:
@@ -125,7 +119,7 @@ def _fold_constants(module: fx.GraphModule) -> None:
             continue
         if isinstance(result, Tensor):
             with module.graph.inserting_before(node):
-                constant = _constant(module, result)
+                constant = module.constant(result)
             node.replace_all_uses_with(constant)
             module.graph.erase_node(node)
 

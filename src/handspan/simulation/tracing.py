@@ -2,7 +2,7 @@
 
 Running a step through ``vmap`` or autograd costs about a millisecond of bookkeeping, often more
 than its arithmetic. The operations themselves depend on shapes alone (a step may not branch on
-values), so they are recorded by ``make_fx``, rewritten, and replayed.
+values), so they are written down once, rewritten, and replayed.
 
 Steps on full batches are recorded when they first occur. Odd shapes (a last, short batch; all rows
 of a client) must prove that they are common, and their replays keep every bit, so that it makes no
@@ -17,12 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from handspan.simulation.recording import operations
 from handspan.simulation.replay import Replay
 from handspan.simulation.rewriting import rewrite
 
 Flat = Callable[..., list[Tensor]]
-# Recording costs as much as some dozens of plain calls, so a shape must prove that it is common.
-_CALLS_BEFORE_RECORDING = 48
+# Recording costs as much as a dozen plain calls, so a shape must prove that it is common.
+_CALLS_BEFORE_RECORDING = 16
 # A step of more operations (an unrolled recurrent network) is slow to record and gains little.
 _MOST_OPERATIONS = 1500
 
@@ -116,15 +117,13 @@ def record(
     fuse
         Whether rewriting may change the last bits.
     """
-    from torch.fx.experimental.proxy_tensor import make_fx  # slow to import
-
     with torch.no_grad():
         # A tensor that is two leaves (v and the v that stays fixed) must be told apart: replays
         # are given two.
-        module = make_fx(function)(*[leaf.detach() for leaf in leaves])
-    is_long = len(module.graph.nodes) > _MOST_OPERATIONS
-    rewrite(module, dict(constants or {}), fuse and not is_long)
-    return Replay(module, state)
+        recording = operations(function, [leaf.detach() for leaf in leaves])
+    is_long = len(recording.graph.nodes) > _MOST_OPERATIONS
+    rewrite(recording, dict(constants or {}), fuse and not is_long)
+    return Replay(recording, state)
 
 
 class Steps:
