@@ -120,6 +120,7 @@ def _run(folder: RunFolder, summary: Mapping[str, Any]) -> Run:
         seed=summary["seed"],
         history=[{**row, "seconds": seconds.get(row["round"])} for row in folder.history()],
         scores=scores,
+        newcomers=summary.get("newcomers") or [],
     )
 
 

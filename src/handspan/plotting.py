@@ -11,7 +11,16 @@ from handspan.core.data import FederatedData
 from handspan.core.errors import HandspanError, nearest
 from handspan.disk import make
 from handspan.plot_reading import read_material
-from handspan.report.plots import coordinates, curves, gain, partition, spectrum, spread, style
+from handspan.report.plots import (
+    coordinates,
+    curves,
+    gain,
+    newcomers,
+    partition,
+    spectrum,
+    spread,
+    style,
+)
 from handspan.report.plots.material import Material
 from handspan.runs import write
 
@@ -96,6 +105,7 @@ def kinds(material: Material) -> Iterator[tuple[str, Callable[[], Any]]]:
         yield f"{material.metric}-against-{against}", lambda a=against: curves.draw(material, a)
     yield "spread", lambda: spread.draw(material)
     yield "gain", lambda: gain.draw(material)
+    yield "newcomers", lambda: newcomers.draw(material)
     yield "partition", lambda: partition.draw(material)
     yield from _of_coordinates(material)
 

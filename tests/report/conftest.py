@@ -44,8 +44,9 @@ def compared(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory):
-    """Folder of a single run of FedAvg, fine-tuned, on clients with other labels."""
+    """Folder of a single run of FedAvg, fine-tuned, on clients with other labels, two held out."""
     folder = tmp_path_factory.mktemp("trained") / "r"
-    words = ("run", METHODS[1], *COMMON, "--partition", "dirichlet:0.5", "--out", folder)
+    words = ("run", METHODS[1], *COMMON, "--partition", "dirichlet:0.5", "--holdout-clients", "2")
+    words = (*words, "--out", folder)
     assert command(*words) == 0
     return folder

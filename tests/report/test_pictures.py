@@ -26,7 +26,7 @@ def drawn(compared, tmp_path_factory):
     """Texts of all pictures of the comparison, by name; one of them as png as well."""
     out = tmp_path_factory.mktemp("pictures")
     found = handspan.plot(compared, out, formats=["svg"])
-    assert found.skipped == {}
+    assert found.skipped == {"newcomers": "no client was held out: train with --holdout-clients"}
     assert [path.name for path in found.files] == [f"{name}.svg" for name in OF_A_COMPARISON]
     return {path.stem: texts(path) for path in found.files}
 
@@ -68,7 +68,7 @@ def test_axes_and_legends_say_what_they_show(name, words, drawn):
 def test_a_run_shows_what_it_can_and_one_line_says_why_not_the_rest(trained, tmp_path, capsys):
     assert command("plot", trained, "--out", tmp_path, "--format", "png,pdf") == 0
     lines = capsys.readouterr().out.splitlines()
-    names = [*CURVES, "spread", "partition"]
+    names = [*CURVES, "spread", "newcomers", "partition"]
     wanted = [str(tmp_path / f"{name}.{form}") for name in names for form in ("png", "pdf")]
     assert lines[: len(wanted)] == wanted
     assert lines[len(wanted) :] == [
@@ -78,6 +78,22 @@ def test_a_run_shows_what_it_can_and_one_line_says_why_not_the_rest(trained, tmp
     ]
     assert (tmp_path / "spread.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "spread.pdf").read_bytes().startswith(b"%PDF")
+
+
+def test_new_clients_have_a_line_over_the_rows_they_give(trained, tmp_path):
+    found = handspan.plot(trained, tmp_path, formats=["svg"])
+    told = texts(next(path for path in found.files if path.stem == "newcomers"))
+    for words in ("rows that a new client gives", "mean over new clients", "0", "20", "all"):
+        assert words in told
+
+
+def test_many_groups_are_not_drawn_line_by_line_and_the_table_says_what_it_leaves_out(tmp_path):
+    few = ("--clients", "30", "--rounds", "1", "--partition", "permuted:30")
+    assert command("run", "local", *COMMON, *few, "--out", tmp_path / "r") == 0
+    handspan.plot(tmp_path / "r", tmp_path / "out", formats=["svg"])
+    told = texts(tmp_path / "out" / "partition.svg")
+    assert "what each group calls the source's labels (20 of 30 groups)" in told
+    assert "group 19" in told and "group 20" not in told
 
 
 def test_pictures_lie_in_the_folder_itself_unless_told_otherwise(trained, tmp_path):

@@ -11,6 +11,7 @@ from handspan.report.plots.material import Array, Coordinates, Material
 from handspan.report.plots.style import NotShown
 
 _ENOUGH = 0.9  # share of the variance from which on one pair of components is enough
+_LITTLE = 0.01  # share of the variance from which on a component is worth an axis
 
 
 def draw(material: Material, mine: Coordinates) -> Any:
@@ -22,8 +23,9 @@ def draw(material: Material, mine: Coordinates) -> Any:
     points, shares = components(mine)
     found, how = groups_found(mine, points)
     pairs = [(0, 1)]
-    if shares[:2].sum() < _ENOUGH and (shares[2:] > 0).sum() >= 2:
-        pairs.append((2, 3))
+    more = int((shares[2:] > _LITTLE).sum())
+    if shares[:2].sum() < _ENOUGH and more:
+        pairs.append((2, 3) if more > 1 else (0, 2))
     figure, matrix = style.panels(2.9, 2.9, 1, len(pairs), gap=(0.75, 0))
     for axes, pair in zip(matrix[0], pairs, strict=True):
         _panel(axes, points[:, list(pair)], mine.planted, found)

@@ -52,7 +52,7 @@ def draw(material: Material, against: str) -> Any:
         raise NotShown("there was a single evaluation, and a line needs two: lower --eval-every")
     looks = style.looks([line.name for line in lines])
     figure, ((axes,),) = style.panels(4.0, 2.7)
-    low, high = _range(lines, material)
+    low, high = limits(lines, material)
     axes.set(xlim=(0, 1.02 * max(line.x.max() for line in lines)), ylim=(low, high))
     ends: list[tuple[str, float, float, str]] = []
     for line in lines:
@@ -64,27 +64,32 @@ def draw(material: Material, against: str) -> Any:
             name = f"{line.name} (at the end; spends next to nothing)"
             ends.append((name, axes.get_xlim()[1], line.mean[-1], look["color"]))
             continue
-        axes.plot(line.x, line.mean, label=line.name, linewidth=1.2, **look)
-        if line.deviation.any():
-            axes.fill_between(
-                line.x, line.mean - line.deviation, line.mean + line.deviation,
-                color=look["color"], alpha=0.15, linewidth=0,
-            )  # fmt: skip
+        with_band(axes, line, look)
         ends.append((line.name, line.x[-1], line.mean[-1], look["color"]))
     names.label_ends(axes, ends)
-    axes.set(xlabel=axis.words, ylabel=_words(material))
+    axes.set(xlabel=axis.words, ylabel=words(material))
     axes.xaxis.get_major_locator().set_params(integer=against == "rounds")
     style.headline(figure, material.heading(f"against {against}"), material.title)
     return figure
 
 
-def _words(material: Material) -> str:
+def with_band(axes: Any, line: Line, look: dict[str, Any]) -> None:
+    """Draw a line, and a band around it where there are several seeds."""
+    axes.plot(line.x, line.mean, label=line.name, linewidth=1.2, **look)
+    if line.deviation.any():
+        axes.fill_between(
+            line.x, line.mean - line.deviation, line.mean + line.deviation,
+            color=look["color"], alpha=0.15, linewidth=0,
+        )  # fmt: skip
+
+
+def words(material: Material) -> str:
     """Say what the lines are."""
     if not material.is_comparison:
         return material.unit
-    words = f"mean {material.unit}" if material.score.startswith("personal_") else material.unit
+    told = f"mean {material.unit}" if material.score.startswith("personal_") else material.unit
     several = len({run.seed for run in material.runs}) > 1
-    return f"{words}\nband: ± standard deviation over seeds" if several else words
+    return f"{told}\nband: ± standard deviation over seeds" if several else told
 
 
 def lines_of(material: Material, axis: Axis) -> list[Line]:
@@ -104,8 +109,8 @@ def lines_of(material: Material, axis: Axis) -> list[Line]:
                 "global model, all rows": f"global_{material.metric}_pooled",
             }
         found = [
-            _line(words, material.runs, score, axis, material.scale)
-            for words, score in scores.items()
+            _line(name, material.runs, score, axis, material.scale)
+            for name, score in scores.items()
         ]
     known = [line for line in found if len(line.x)]
     if not known:
@@ -137,7 +142,7 @@ def _spent(row: dict[str, Any], axis: Axis) -> float | None:
     return None if None in parts else float(sum(parts))  # type: ignore[arg-type]
 
 
-def _range(lines: Sequence[Line], material: Material) -> tuple[float, float]:
+def limits(lines: Sequence[Line], material: Material) -> tuple[float, float]:
     """Room for lines and bands; shares end at 0 and 100 per cent."""
     low = min(float((line.mean - line.deviation).min()) for line in lines)
     high = max(float((line.mean + line.deviation).max()) for line in lines)

@@ -11,6 +11,7 @@ from handspan.report.plots.material import Array, Material
 from handspan.report.plots.style import NotShown
 
 _ACROSS = 3  # panels in a row
+_TEXT = 0.32  # of the height of a panel, for two lines of text
 
 
 def draw(material: Material) -> Any:
@@ -20,8 +21,9 @@ def draw(material: Material) -> Any:
     num_columns = min(_ACROSS, len(gains))
     num_rows = -(-len(gains) // num_columns)
     figure, matrix = style.panels(
-        2.05, 1.35, num_rows, num_columns, gap=(0.2, 0.62), sharex=True, sharey=True
+        2.05, 1.35, num_rows, num_columns, gap=(0.35, 0.62), sharex=True, sharey=True
     )
+    matrix[0, 0].set_ylim(*_limits([values for values in gains.values() if len(values)]))
     for axes, (method, values) in zip(matrix.flat, gains.items(), strict=False):
         _panel(axes, values, looks[method]["color"], material)
         axes.set_title(names.wrapped(method, 32), color=style.ink(looks[method]["color"]))
@@ -97,6 +99,15 @@ def _panel(axes: Any, values: Array, colour: str, material: Material) -> None:
         0.98, 0.97, f"mean {signed(values.mean(), digits)}{unit}\n{gain:.0%} gain, {loss:.0%} lose",
         transform=axes.transAxes, ha="right", va="top", size=7.5,
     )  # fmt: skip
+
+
+def _limits(gains: list[Array]) -> tuple[float, float]:
+    """Room for all gains, and for two lines of text above those on the right."""
+    low = min(0.0, *(float(values[-1]) for values in gains)) * 1.05
+    high = max(0.0, *(float(values[0]) for values in gains)) * 1.05
+    right = max(0.0, *(float(values[int(0.4 * len(values))]) for values in gains))
+    room = (right - _TEXT * low) / (1 - _TEXT)
+    return low, max(high, room) or 1.0
 
 
 def signed(value: float, digits: int) -> str:

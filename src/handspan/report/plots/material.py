@@ -27,12 +27,15 @@ class Run:
         One entry per evaluation; ``seconds`` where they are known.
     scores
         Scores of all clients, by name (``personal_accuracy``, ``global_accuracy``, ...).
+    newcomers
+        Scores of held-out clients by the number of rows they give; nothing where none were.
     """
 
     method: str
     seed: int
     history: list[dict[str, Any]]
     scores: dict[str, Array]
+    newcomers: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -105,13 +105,14 @@ def _boundaries(axes: list[Any], labels: Labels, order: Array) -> None:
         return
     groups = labels.groups[order]
     edges = np.flatnonzero(np.diff(groups)) + 0.5
+    if len(edges) >= _MOST_NAMED:  # many groups: their lines would hide the clients
+        return
     for place in axes:
         for edge in edges:
             place.axvline(edge, color=style.BLACK, linewidth=0.6)
     limits = np.concatenate([[-0.5], edges, [len(groups) - 0.5]])
     names = groups[np.ceil(limits[:-1]).astype(int)]
-    if len(names) <= _MOST_NAMED:
-        axes[-1].set_xticks((limits[:-1] + limits[1:]) / 2, [str(name) for name in names])
+    axes[-1].set_xticks((limits[:-1] + limits[1:]) / 2, [str(name) for name in names])
 
 
 def _names(figure: Any, labels: Labels, clear: float) -> float:
@@ -135,7 +136,9 @@ def _names(figure: Any, labels: Labels, clear: float) -> float:
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
     axes.spines["top"].set_visible(True)
-    axes.set_title("what each group calls the source's labels", pad=4)
+    num_all = len(labels.relabel)
+    cut = f" ({num_groups} of {num_all} groups)" if num_all > num_groups else ""
+    axes.set_title(f"what each group calls the source's labels{cut}", pad=4)
     return top - clear + height + 0.12
 
 
@@ -147,5 +150,6 @@ def _footnote(labels: Labels) -> str:
             f"group {group} {turned:g}°" + (f" and sheared by {sheared:g}°" if sheared else "")
             for group, (turned, sheared) in enumerate(labels.turn[:_MOST_NAMED].tolist())
         ]
+        told += ["..."] if len(labels.turn) > _MOST_NAMED else []
         lines.append(f"images are turned clockwise: {', '.join(told)}")
     return "\n".join(lines)

@@ -113,6 +113,8 @@ def _over_rounds(axes: Any, told: Told) -> None:
                 axes.plot(told.rounds, line, marker="o", markersize=2, **look)
     if np.isfinite(told.levels).any():
         axes.plot(told.rounds, told.levels, **_LEVEL)
+    for place in np.flatnonzero(np.diff(told.ranks) < 0):  # between two evaluations
+        axes.axvline(told.rounds[place : place + 2].mean(), **_LEVEL)
     _scale(axes, values)
     axes.set_ylabel("spectrum, as the method tells it")
     axes.set_title("over the rounds")
@@ -142,15 +144,17 @@ def _at_the_end(axes: Any, values: Array, rank: float | None) -> None:
     ):
         axes.plot(place[those], values[those], "o", ms=4, color=face, markeredgecolor=edge)
     _scale(axes, values[shown])
-    axes.set(xlabel="number", ylabel="singular value of U V / √n", xlim=(0.4, len(values) + 0.9))
+    last = max(int(place[shown].max()), round(rank or 0))
+    axes.set(xlabel="number", ylabel="singular value of U V / √n", xlim=(0.4, last + 0.9))
     axes.set_title("of all clients, at the end")
-    axes.xaxis.get_major_locator().set_params(integer=True, nbins=min(len(values) + 1, 10))
+    axes.xaxis.get_major_locator().set_params(integer=True, nbins=min(last + 1, 10))
     if rank is not None:
+        is_left = rank + 0.5 < last / 2
         axes.axvline(rank + 0.5, **_LEVEL)
         axes.annotate(
             f"cut: rank {rank:g}", (rank + 0.5, 1), xycoords=("data", "axes fraction"),
-            xytext=(-3, -2), textcoords="offset points", ha="right", va="top",
-            color=style.VERMILLION,
+            xytext=(3 if is_left else -3, -2), textcoords="offset points", va="top",
+            ha="left" if is_left else "right", color=style.VERMILLION,
         )  # fmt: skip
 
 
@@ -172,6 +176,8 @@ def _footnote(told: Told | None, final: Array | None) -> str:
     lines = ["solid and filled: kept; dotted and hollow: cut"]
     if told is not None and np.isfinite(told.levels).any():
         lines[0] += "; dashed: the level of the cut"
+    if told is not None and (np.diff(told.ranks) < 0).any():
+        lines[0] += "; upright: when it was made"
     if final is not None:
         lines.append("U V are the models of the n clients that took part, on the shared basis")
     return "\n".join(lines)
