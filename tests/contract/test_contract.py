@@ -26,6 +26,7 @@ VARIANTS = {
         "fedrep_linear:rank=2:head=gradient:start=projected:projected_rounds=2",
         "fedrep_linear:rank=2:head=shared:start=random",
     ),
+    "perfedavg": ("perfedavg:variant=HF:batches=same",),
     "scaffold": ("scaffold:option=I",),
     "span": (
         "span:race=false",

@@ -76,6 +76,11 @@ def test_the_body_makes_up_for_the_frozen_head():
     close(run.server.params["u"], (a.mean(0) - v).numpy(), 1e-12)
 
 
+def test_settings_of_a_tuning_that_never_happens_are_refused():
+    with pytest.raises(HandspanError, match="tune_names belongs to tune_steps above 0"):
+        parse("fedbabu:tune_steps=0:tune_names=head")
+
+
 def test_a_head_that_is_not_there_is_refused():
     for text, told in (("frozen=nowhere.*", "matches no"), ("tune_names=x.*", "tune_names='x")):
         spec = parse(f"fedbabu:{text}")

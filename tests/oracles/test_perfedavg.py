@@ -1,9 +1,11 @@
 import pytest
 import torch
 
+from handspan.core.errors import HandspanError
 from handspan.core.records import take
 from handspan.numerics.local_work import LocalWork
 from handspan.numerics.optim import Sgd
+from handspan.registry import parse
 from handspan.testing.oracles import models
 from handspan.testing.oracles.perfedavg import perfedavg
 from handspan.testing.quadratics import QuadraticTask, quadratic
@@ -49,6 +51,14 @@ def test_a_client_is_served_the_model_after_one_step_on_its_training_rows():
                 slope = models.gradient(model, *run.rows[0][i])
                 model = {n: model[n] - 0.4 * slope[n] for n in model}
             close(take(served, i).params, model)
+
+
+@pytest.mark.parametrize(
+    "setting", ["variant=SO", "batches=two", "variant=HF:delta=0", "delta=0.1", "personal_steps=-1"]
+)
+def test_settings_that_make_no_sense_are_refused(setting):
+    with pytest.raises(HandspanError):
+        parse(f"perfedavg:{setting}")
 
 
 def one_step(variant, alpha, **options):

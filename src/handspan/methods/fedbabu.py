@@ -59,6 +59,8 @@ class FedBABUConfig(MethodConfig):
         """Refuse what cannot be meant."""
         self.at_least("tune_steps", 0)
         self.at_least("tune_learning_rate", 0)
+        tunes = "tune_steps above 0"
+        self.only_with(self.tune_steps > 0, tunes, "tune_learning_rate", "tune_names")
         self.one_of("weights", WEIGHTS)
 
 

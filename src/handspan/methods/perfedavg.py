@@ -53,8 +53,8 @@ from handspan.numerics.local_work import LocalWork
 class PerFedAvgConfig(MethodConfig):
     """Settings of Per-FedAvg."""
 
-    variant: str = "HF"
-    """``HF`` (Hessian-free: a difference of gradients) or ``FO`` (first order)."""
+    variant: str = "FO"
+    """``FO`` (first order), or ``HF`` (Hessian-free: a difference of gradients)."""
     inner_learning_rate: float | None = None
     """Step size alpha of the personal step; the run's (beta) by default."""
     delta: float = 1e-3
@@ -68,11 +68,12 @@ class PerFedAvgConfig(MethodConfig):
 
     def __post_init__(self) -> None:
         """Refuse what cannot be meant."""
-        self.one_of("variant", ("HF", "FO"))
+        self.one_of("variant", ("FO", "HF"))
         self.one_of("batches", ("split", "same"))
         self.one_of("weights", WEIGHTS)
         self.at_least("inner_learning_rate", 0)
         self.at_least("personal_steps", 0)
+        self.only_with(self.variant == "HF", "variant=HF", "delta")
         if not 0 < self.delta < float("inf"):
             raise HandspanError(f"delta must be above 0, not {self.delta}")
 
