@@ -383,7 +383,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "fedmtl",
         "methods/fedmtl.py",
         ("missing factor 2", "+ 2 * weight * (own", "+ weight * (own"),
-        ("the own model among the others", "rows.scatter(1, round.ids.unsqueeze(1), 0.0)", "rows"),
+        ("the own model among the others", "rows.scatter(1, place, 0.0)", "rows"),
         ("all ones for the identity", "eye - 1 / count if", "torch.ones_like(eye) - 1 / count if"),
         (
             "models of other clients kept",

@@ -214,7 +214,7 @@ def split_one(
         cluster=server.cluster.index_fill(0, members[leaves], new),
         count=server.count + 1,
         has_news=torch.ones_like(server.has_news),
-        parent=server.parent.index_fill(0, torch.tensor(new), slot),
+        parent=with_slot(server.parent, new, server.parent.new_tensor(slot)),
         anchors=with_slot(server.anchors, new, parent),
         stayed=with_slot(server.stayed, new, direction(~leaves)),
         left=with_slot(server.left, new, direction(leaves)),
@@ -266,6 +266,8 @@ def build(setting: Setting, config: CFLConfig) -> Algorithm:
         return CFLClient(cluster=b.cluster), Model(params=k.params, buffers=k.buffers)
 
     def combine(server: CFLServer, stacked: Stacked, round: Round) -> CFLServer:
+        ids, weights = stacked.ids.to(setting.device), stacked.weights.to(setting.device)
+        stacked = dataclasses.replace(stacked, ids=ids, weights=weights)
         server = dataclasses.replace(server, longest=longest(server, stacked))
         if is_test(round):
             server = split(config, server, stacked)

@@ -118,9 +118,9 @@ def build(setting: Setting, config: FedMTLConfig) -> Algorithm:
         return ModelState(params=copies(params, count), buffers=copies(buffers, count))
 
     def broadcast(server: FedMTLServer, round: Round) -> FedMTLBroadcast:
-        rows = server.relation[round.ids]
-        own = rows.gather(1, round.ids.unsqueeze(1)).squeeze(1)
-        cross = rows.scatter(1, round.ids.unsqueeze(1), 0.0)
+        ids = round.ids.to(server.relation.device)
+        rows, place = server.relation[ids], ids.unsqueeze(1)
+        own, cross = rows.gather(1, place).squeeze(1), rows.scatter(1, place, 0.0)
         return FedMTLBroadcast(
             others={
                 name: torch.tensordot(cross.to(models), models, dims=1)
