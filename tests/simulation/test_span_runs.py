@@ -118,7 +118,7 @@ def test_fine_tuning_starts_at_what_is_served():
 
 
 def test_the_gate_serves_own_models_and_those_of_span_whichever_fits():
-    gated = Reference("span+gate", **TOLD)
+    gated = Reference("span+gate:gate_evidence=1", **TOLD)
     everyone, chosen = torch.arange(20), []
     for _, _, mine in gated.simulation.serve(gated.server, everyone, gated.state.round):
         chosen += mine.choice.tolist()
