@@ -17,6 +17,7 @@ from torch import Tensor
 _GAMMA = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
 _MULTIPLY_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
 _MULTIPLY_2 = -7723592293110705685  # 0x94D049BB133111EB
+_MASK = (1 << 64) - 1
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:
@@ -32,10 +33,28 @@ def mix(x: Tensor) -> Tensor:
     return x ^ _shift(x, 31)
 
 
+def _mix_number(x: int) -> int:
+    """``mix`` of one number, without the cost of tensors."""
+    x = (x + _GAMMA) & _MASK
+    x = ((x ^ (x >> 30)) * _MULTIPLY_1) & _MASK
+    x = ((x ^ (x >> 27)) * _MULTIPLY_2) & _MASK
+    return _signed(x ^ (x >> 31))
+
+
+def _signed(x: int) -> int:
+    return (x & _MASK) - ((x & (1 << 63)) << 1)
+
+
+def _number(coordinate: str | int) -> int:
+    return zlib.crc32(coordinate.encode()) if isinstance(coordinate, str) else int(coordinate)
+
+
 def key(seed: int, *names: str | int) -> Tensor:
     """Make a scalar key from a seed and names of streams."""
-    start = torch.tensor(seed & 0x7FFFFFFFFFFFFFFF, dtype=torch.int64)
-    return fold(mix(start), *names)
+    k = _mix_number(seed & 0x7FFFFFFFFFFFFFFF)
+    for name in names:
+        k = _mix_number(k ^ _mix_number(_number(name)))
+    return torch.tensor(k, dtype=torch.int64)
 
 
 def fold(k: Tensor, *coordinates: str | int | Tensor) -> Tensor:
@@ -44,9 +63,10 @@ def fold(k: Tensor, *coordinates: str | int | Tensor) -> Tensor:
     Keys are made where the tensors are; a key on the CPU is one number for all of them.
     """
     for coordinate in coordinates:
-        if isinstance(coordinate, str):
-            coordinate = zlib.crc32(coordinate.encode())
-        mixed = mix(torch.as_tensor(coordinate, dtype=torch.int64))
+        if not isinstance(coordinate, Tensor):
+            k = mix(k ^ _mix_number(_number(coordinate)))
+            continue
+        mixed = mix(coordinate.to(torch.int64))
         k = mix(k ^ (mixed.to(k.device) if mixed.dim() and k.dim() else mixed))
     return k
 

@@ -175,14 +175,17 @@ class _Memory:
     ) -> list[Tensor]:
         """Put a block in; returns what ``now`` has to be at each step."""
         size = len(ids)
-        for place, leaf, dim in zip(self.shared, step.shared, step.dims, strict=True):
-            if place.untyped_storage().nbytes() >= place.nbytes:  # else it is not looked at
-                (place if dim is None else place[:size]).copy_(leaf)
-        for place, leaf in zip(self.state, step.state, strict=True):
-            place[:size].copy_(leaf)
-        if self._side is not None:
-            assert about.side is not None
-            self._side[:size].copy_(about.side)
+        dims = (*step.dims, *[0] * len(step.state))
+        leaves = zip((*self.shared, *self.state), (*step.shared, *step.state), dims, strict=True)
+        pairs = [
+            (place if dim is None else place[:size], leaf)
+            for place, leaf, dim in leaves
+            if place.untyped_storage().nbytes() >= place.nbytes  # else it is not looked at
+        ]
+        if self._side is not None and about.side is not None:
+            pairs.append((self._side[:size], about.side))
+        if pairs:
+            torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))
         where = places(self._data, plan, ids)
         self._start[:size].copy_(where[:, 0, :1] - plan.rows[:, 0, :1])
         turns = torch.cat([where, plan.weight.to(where)], 2).transpose(0, 1)
@@ -325,8 +328,9 @@ class CapturedClients:
     def _save(self, active: int) -> None:
         """Copy out what clients that have finished have reached."""
         done = slice(active, self._active)
-        for final, leaf in zip(self._final, self._station.memory.state, strict=True):
-            final[done].copy_(leaf[done])
+        if self._final and active < self._active:
+            state = [leaf[done] for leaf in self._station.memory.state]
+            torch._foreach_copy_([leaf[done] for leaf in self._final], state)
         self._active = active
 
     def working(self) -> Any:

@@ -47,6 +47,7 @@ class StackedExecutor:
         self.stations: Stations | None = None
         if data.device.type == "cuda":
             self.stations = Stations(data, CudaGraphs())
+        self._structures: dict[Any, Any] = {}  # of what functions return
         self._one_by_one = LoopExecutor(data, per_row, block_size)
 
     def run(
@@ -67,30 +68,41 @@ class StackedExecutor:
             return take(states, slice(1)), None if uploads is None else take(uploads, slice(1))
         broadcast = expand(broadcast, phase.unbatched | phase.per_client, size)
         clients = fit_rows(clients, self.per_row, block.longest)
-        mapped = self._mapper(phase.unbatched)
-        working = mapped(phase.begin, broadcast, clients, about)
+        shared = phase.unbatched
+        working = self._map(phase.begin, shared, broadcast, clients, about)
         for index, stage in enumerate(phase.stages):
             working = self._stage(phase, stage, index, broadcast, working, about, block)
             if stage.finish is not None:
-                working = mapped(stage.finish, broadcast, working)
-        result = mapped(lambda *args: phase.end(*args), broadcast, working, about)
-        return result
+                working = self._map(stage.finish, shared, broadcast, working)
+        return self._map(phase.end, shared, broadcast, working, about)
 
-    def _mapper(self, unbatched: frozenset[str]) -> Callable[..., Any]:
-        def mapped(function: Callable[..., Any], broadcast: Any, *arguments: Any) -> Any:
-            leaves, dims, spec = flatten(broadcast, unbatched, arguments)
-            structure: list[Any] = []
+    def _map(
+        self,
+        function: Callable[..., Any],
+        unbatched: frozenset[str],
+        broadcast: Any,
+        *rest: Any,
+        is_kept: bool = True,
+    ) -> Any:
+        """``vmap`` of a function of records, which is kept if it comes again."""
+        leaves, dims, spec = flatten(broadcast, unbatched, rest)
+        structure: list[Any] = []
 
-            def flat(*leaves: Tensor) -> list[Tensor]:
-                outputs, out = pytree.tree_flatten(function(*pytree.tree_unflatten(leaves, spec)))
-                structure.append((out, [isinstance(o, Tensor) for o in outputs]))
-                return [o for o in outputs if isinstance(o, Tensor)]
+        def flat(*leaves: Tensor) -> list[Tensor]:
+            outputs, out = pytree.tree_flatten(function(*pytree.tree_unflatten(leaves, spec)))
+            structure.append((out, [isinstance(o, Tensor) for o in outputs]))
+            return [o for o in outputs if isinstance(o, Tensor)]
 
-            values = iter(torch.vmap(flat, in_dims=dims, randomness="error")(*leaves))
-            out, is_tensor = structure[0]
-            return pytree.tree_unflatten([next(values) if t else None for t in is_tensor], out)
-
-        return mapped
+        mapped = torch.vmap(flat, in_dims=dims, randomness="error")
+        if self.stations is not None and function in self._structures:
+            # Where steps are captured, what comes before and after them should cost little too.
+            mapped = self.recorder.find(("map", function), mapped, leaves) or mapped
+            structure.append(self._structures[function])
+        values = iter(mapped(*leaves))
+        out, is_tensor = structure[0]
+        if is_kept:
+            self._structures[function] = structure[0]
+        return pytree.tree_unflatten([next(values) if t else None for t in is_tensor], out)
 
     def _stage(
         self,
@@ -163,8 +175,7 @@ class StackedExecutor:
             mine, side = take(clients, members), None
             if about.side is not None:
                 side = about.side[members]
-            mapped = self._mapper(unbatched)
-            outputs = mapped(function, expanded, mine, x, side)
+            outputs = self._map(function, unbatched, expanded, mine, x, side, is_kept=False)
             kept = real[: len(group)].to(outputs.device)
             parts.append((group, outputs[: len(group)][kept]))
         return in_order(parts, count)

@@ -89,6 +89,8 @@ class ClientStore:
 
     def read(self, ids: Tensor) -> Any:
         """Records of the given clients, staged changes included; per-row fields padded."""
+        if not self._fields:
+            return self.template
         named = self._gather(ids)
         return from_named(self.template, self._map_per_row(named, ids, self._pad))
 
