@@ -16,7 +16,7 @@ from handspan.numerics.local_work import LocalWork
 from handspan.numerics.optim import Sgd
 from handspan.registry import parse
 from handspan.simulation import captured
-from handspan.simulation.captured import Stations, padded_size, settle
+from handspan.simulation.captured import Stations, padded, settle
 from handspan.simulation.federation import Simulation
 from handspan.simulation.graphs import CudaGraphs
 from handspan.simulation.plans import plan_stage
@@ -159,7 +159,7 @@ def test_values_settle_wherever_they_lie():
 
 
 def test_rounded_sizes_are_few_and_waste_little():
-    sizes = [padded_size(count) for count in range(1, 1025)]
+    sizes = [padded(count) for count in range(1, 1025)]
     assert len(set(sizes)) < 70
     assert all(2 <= max(2, count) <= size for count, size in enumerate(sizes, 1))
     assert sum(sizes) < 1.06 * sum(range(1, 1025))

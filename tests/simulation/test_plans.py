@@ -1,13 +1,17 @@
 """Plans are pure functions of a key: the same alone, in a cohort, and under any padding."""
 
+import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from handspan.core import keys
 from handspan.core.algorithm import Phase, Stage
+from handspan.core.data import FederatedData
 from handspan.core.federation import draw_round, make_round, run
 from handspan.registry import methods, parse
+from handspan.simulation.captured import padded
 from handspan.simulation.federation import Simulation
 from handspan.simulation.plans import Blocks, batch_rows, count_rows, groups, plan_stage
 from handspan.testing.case import compare, numbers
@@ -23,6 +27,30 @@ quick = settings(max_examples=25, deadline=None, derandomize=True, database=None
 
 def stage_of(work):
     return Stage(step=lambda b, k, batch: k, **work)
+
+
+def phase_of(stage):
+    return Phase(
+        name="train",
+        broadcast=lambda s, r: s,
+        begin=lambda b, c, d: c,
+        end=lambda b, k, d: (k, k),
+        stages=(stage,),
+    )
+
+
+def clients_of(sizes):
+    """A federation of so many rows, that nobody looks at."""
+    none = torch.zeros_like(sizes)
+    offsets = torch.cat([none[:1], sizes.cumsum(0)])
+    return FederatedData(
+        x=torch.zeros(int(offsets[-1])),
+        y=None,
+        offsets=offsets,
+        num_train=sizes,
+        num_validation=none,
+        num_test=none,
+    )
 
 
 def planned(stage, num, ids=None, base=None, seed=0, round=0, extra=0):
@@ -108,15 +136,25 @@ def test_groups_hold_every_client_once_and_little_padding(num):
         assert min(members) >= 0.75 * max(members)
 
 
+@pytest.mark.parametrize("sigma", [0.0, 0.5, 1.0, 1.5])
+@pytest.mark.parametrize("work", [{"batch_size": 4}, {"batch_size": None, "steps": 5}])
+def test_padding_stays_under_a_seventh_of_the_work_where_shapes_are_few(sigma, work):
+    rng = np.random.default_rng(0)
+    data = clients_of(torch.from_numpy(np.exp(rng.normal(4.5, sigma, 300))).long() + 1)
+    phase = phase_of(stage_of(work))
+    for cohort in (20, 100, 300):
+        ids = torch.from_numpy(rng.choice(300, cohort, replace=False)).sort().values
+        done = useful = 0
+        for block in Blocks(phase, ids, data, keys.key(0), 512, few_shapes=True):
+            plan, size = block.plans[0], len(block.ids)
+            active = (plan.num_steps > torch.arange(plan.steps).unsqueeze(1)).sum(1)
+            done += plan.rows.shape[2] * sum(min(size, padded(n)) for n in active.tolist())
+            useful += count_rows(phase.stages[0], block.num)
+        assert done - useful <= 0.15 * done, f"{1 - useful / done:.1%} of {cohort}"
+
+
 def test_blocks_of_any_size_hold_the_same_plans():
-    data = labelled()
-    phase = Phase(
-        name="train",
-        broadcast=lambda s, r: s,
-        begin=lambda b, c, d: c,
-        end=lambda b, k, d: (k, k),
-        stages=(stage_of({"steps": 4, "batch_size": 3}),),
-    )
+    data, phase = labelled(), phase_of(stage_of({"steps": 4, "batch_size": 3}))
     found = []
     for size in (1, 2, 100):
         plans = {}

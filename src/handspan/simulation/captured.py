@@ -20,7 +20,7 @@ from handspan.core.data import ClientData, Csr, FederatedData
 from handspan.simulation.batching import gather
 from handspan.simulation.graphs import Graphs, Work
 from handspan.simulation.loop import float_type
-from handspan.simulation.plans import StagePlan
+from handspan.simulation.plans import StagePlan, rounded_up
 from handspan.simulation.replay import Replay
 from handspan.simulation.steps import BlockStep, places
 from handspan.simulation.tracing import Recorder
@@ -77,7 +77,7 @@ class Stations:
         known = self._sizes.setdefault(key, set())
         if len(known) < _FEW_SIZES:
             known.add(count)
-        return count if count in known else padded_size(count)
+        return count if count in known or count == 1 else padded(count)
 
     def _make_room(self) -> None:
         taken = sum(station.memory.num_bytes for station in self._stations.values())
@@ -259,7 +259,7 @@ class Station:
 
     def fit(self, active: int, size: int) -> int:
         """Size at which to make the next step with so many active clients."""
-        needed = padded_size(active)
+        needed = padded(active)
         if needed >= size:
             return size
         self._wanted[needed] = self._wanted.get(needed, 0) + 1
@@ -339,10 +339,9 @@ class CapturedClients:
         return self._step.working(self._final)
 
 
-def padded_size(count: int) -> int:
-    """Room for so many clients: few different sizes, so that graphs are used again."""
-    unit = 1 << max(0, count.bit_length() - 4)
-    return max(2, -(-count // unit) * unit)
+def padded(active: int) -> int:
+    """Clients that a graph runs where so many are left: two at least, for equal bits."""
+    return max(2, rounded_up(active))
 
 
 def settle(places: list[Tensor], values: list[Tensor]) -> None:

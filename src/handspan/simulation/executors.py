@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from handspan.core.algorithm import Algorithm, Phase
 from handspan.core.data import ClientData, FederatedData
 from handspan.simulation.loop import LoopExecutor, WireExecutor
-from handspan.simulation.plans import Block
+from handspan.simulation.plans import Block, Blocks
 from handspan.simulation.stacked import StackedExecutor
 from handspan.simulation.tracing import Recorder
 from handspan.simulation.workers import WorkersExecutor
@@ -24,7 +23,10 @@ class Executor(Protocol):
     is_stacked: bool
     block_size: int
     recorder: Recorder
-    plans_on: torch.device  # where plans are made
+
+    def blocks(self, phase: Phase, ids: Tensor, k: Tensor) -> Blocks:
+        """Blocks of a phase's clients, in canonical order."""
+        ...
 
     def run(
         self, phase: Phase, broadcast: Any, clients: Any, about: ClientData, block: Block

@@ -18,7 +18,7 @@ from handspan.core.records import Empty, concatenate, map_tensors, num_bytes, ta
 from handspan.simulation.about import client_data
 from handspan.simulation.batching import select_axis
 from handspan.simulation.executors import Executor, make_executor
-from handspan.simulation.plans import Blocks, count_rows
+from handspan.simulation.plans import count_rows
 from handspan.simulation.reduction import PartialSum, Postprocessor, Reduction
 from handspan.simulation.store import ClientStore
 from handspan.simulation.workers import WorkersExecutor, upload_bytes
@@ -178,8 +178,7 @@ class Simulation:
         if isinstance(self.executor, WorkersExecutor):
             yield from self.executor.run_blocks(phase, broadcast, ids, k, read, weights)
             return
-        size, device = self.executor.block_size, self.executor.plans_on
-        for block in Blocks(phase, ids, self.data, k, size, device=device):
+        for block in self.executor.blocks(phase, ids, k):
             received = select_axis(broadcast, phase.per_client, torch.searchsorted(ids, block.ids))
             about = self.about(block.ids)
             yield block.ids, *self.executor.run(phase, received, read(block.ids), about, block)

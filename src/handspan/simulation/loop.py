@@ -14,7 +14,7 @@ from torch import Tensor
 from handspan.core.algorithm import Phase, Stage, client_update
 from handspan.core.data import Batch, ClientData, Csr, FederatedData
 from handspan.core.records import Record, field_names, from_named, stack, take, to_named
-from handspan.simulation.plans import Block
+from handspan.simulation.plans import Block, Blocks
 from handspan.simulation.tracing import Recorder, Steps
 
 _BUFFER = 1 << 20  # bytes of rows gathered at once for one client: they should stay in the cache
@@ -41,8 +41,11 @@ class LoopExecutor:
         self.per_row = per_row
         self.block_size = block_size
         self.recorder = Recorder()
-        self.plans_on = torch.device("cpu")  # which row is where is looked up one by one
         self._flat: tuple[Any, list[Tensor], Any] | None = None
+
+    def blocks(self, phase: Phase, ids: Tensor, k: Tensor) -> Blocks:
+        """Blocks of a phase's clients, in canonical order."""
+        return Blocks(phase, ids, self.data, k, self.block_size)
 
     def run(
         self, phase: Phase, broadcast: Any, clients: Any, about: ClientData, block: Block

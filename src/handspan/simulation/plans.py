@@ -20,6 +20,7 @@ _LARGEST = torch.iinfo(torch.int64).max
 # Clients whose row counts differ by less than this share a padded shape: at most a quarter of the
 # rows of a group are padding, and the shape depends on the cohort alone, never on the block size.
 _LEAST_FILL = 0.75
+_LEAST_FILL_ROUNDED = 0.8  # where widths are rounded up on top of it
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,7 @@ class Block:
     num: Tensor  # (c,) training rows
     plans: tuple[StagePlan, ...]
     longest: int  # training rows of the longest client that shares the padded shape
+    is_alone: bool  # a single client, whose padded shape nobody shares, however blocks are cut
 
 
 def batch_rows(stage: Stage, num: Tensor) -> Tensor:
@@ -160,22 +162,29 @@ def _permutations(k: Tensor, num: Tensor, passes: int, longest: int, in_order: T
     return draw.argsort(dim=2, stable=True).flatten(1)
 
 
-def groups(num: Tensor) -> list[Tensor]:
+def groups(num: Tensor, measure: Tensor | None = None, least: float = _LEAST_FILL) -> list[Tensor]:
     """Positions of clients that share a padded shape, longest first.
 
     The grouping depends on the cohort alone, so that numbers do not depend on the block size.
+    ``measure`` is what must be similar, where it is not the number of rows: it grows with it.
     """
     if not len(num):
         return []
     order = num.argsort(descending=True, stable=True)
-    sizes = num[order].tolist()
+    sizes = (num if measure is None else measure)[order].tolist()
     cuts, head = [0], sizes[0]
     for position, size in enumerate(sizes):
-        if size < _LEAST_FILL * head:
+        if size < least * head:
             cuts.append(position)
             head = size
     cuts.append(len(sizes))
     return [order[a:b] for a, b in pairwise(cuts)]
+
+
+def rounded_up(count: int) -> int:
+    """Room for so many: few different numbers, eight between a power of two and the next."""
+    unit = 1 << max(0, count.bit_length() - 4)
+    return -(-count // unit) * unit
 
 
 @dataclass(frozen=True)
@@ -185,6 +194,7 @@ class Part:
     ids: Tensor
     widths: tuple[int, ...]  # padded rows of a batch, for each stage
     longest: int
+    is_alone: bool
 
 
 class Blocks:
@@ -202,6 +212,9 @@ class Blocks:
         Where blocks end in any case: numbers of clients, in the order of the blocks.
     device
         Where plans are made; on the CPU by default.
+    few_shapes
+        Whether shapes should come again rather than be narrow: clients share a block wherever
+        their batches are equally wide, and other widths are rounded up.
     """
 
     def __init__(
@@ -213,15 +226,17 @@ class Blocks:
         block_size: int,
         ends: Sequence[int] = (),
         device: torch.device | None = None,
+        few_shapes: bool = False,
     ) -> None:
         self._phase, self._data, self._key, self._device = phase, data, k, device
         self._spans = [data.span(stage.rows) for stage in phase.stages]
         self.parts: list[Part] = []
         num, first = data.num_train[ids], 0
-        for group in groups(num):
+        self._is_rounded = few_shapes and int(num.min()) < int(num.max())
+        for group in self._groups(num) if few_shapes else groups(num):
             members = ids[group]
             widths = tuple(
-                max(1, int(batch_rows(stage, span[1][members]).max()))
+                self._width(stage, span[1][members])
                 for stage, span in zip(phase.stages, self._spans, strict=True)
             )
             longest, last = int(num[group].max()), first + len(members)
@@ -229,8 +244,22 @@ class Blocks:
             for begin, end in pairwise(cuts):
                 for start in range(begin - first, end - first, block_size):
                     stop = min(start + block_size, end - first)
-                    self.parts.append(Part(members[start:stop], widths, longest))
+                    self.parts.append(Part(members[start:stop], widths, longest, len(group) == 1))
             first = last
+
+    def _groups(self, num: Tensor) -> list[Tensor]:
+        """Clients whose batches are about equally wide, however many steps they make."""
+        widest = [stage.batch_size for stage in self._phase.stages if stage.batch_size is not None]
+        if not widest or len(widest) < len(self._phase.stages):  # a stage of all rows, or per row
+            return groups(num, least=_LEAST_FILL_ROUNDED)
+        return groups(num, num.clamp(max=max(widest)), _LEAST_FILL_ROUNDED)
+
+    def _width(self, stage: Stage, num: Tensor) -> int:
+        """Padded rows of a batch."""
+        width = max(1, int(batch_rows(stage, num).max()))
+        if not self._is_rounded or width == stage.batch_size:
+            return width
+        return rounded_up(width)
 
     def __len__(self) -> int:
         return len(self.parts)
@@ -253,4 +282,5 @@ class Blocks:
                 zip(self._phase.stages, self._spans, part.widths, strict=True)
             )
         )
-        return Block(part.ids, self._data.num_train[part.ids], plans, part.longest)
+        num = self._data.num_train[part.ids]
+        return Block(part.ids, num, plans, part.longest, part.is_alone)

@@ -27,7 +27,7 @@ from handspan.simulation.batching import (
 from handspan.simulation.captured import CapturedClients, Stations
 from handspan.simulation.graphs import CudaGraphs
 from handspan.simulation.loop import LoopExecutor
-from handspan.simulation.plans import Block, StagePlan, groups
+from handspan.simulation.plans import Block, Blocks, StagePlan, groups
 from handspan.simulation.steps import Batches, BlockStep, Clients, batch_names
 from handspan.simulation.tracing import Recorder
 
@@ -43,12 +43,23 @@ class StackedExecutor:
         self.per_row = per_row
         self.block_size = block_size
         self.recorder = Recorder()
-        self.plans_on = data.device
         self.stations: Stations | None = None
         if data.device.type == "cuda":
             self.stations = Stations(data, CudaGraphs())
         self._structures: dict[Any, Any] = {}  # of what functions return
         self._one_by_one = LoopExecutor(data, per_row, block_size)
+
+    def blocks(self, phase: Phase, ids: Tensor, k: Tensor) -> Blocks:
+        """Blocks of a phase's clients, in canonical order; planned where the rows are."""
+        return Blocks(
+            phase,
+            ids,
+            self.data,
+            k,
+            self.block_size,
+            device=self.data.device,
+            few_shapes=self.stations is not None,
+        )
 
     def run(
         self, phase: Phase, broadcast: Any, clients: Any, about: ClientData, block: Block
@@ -59,10 +70,11 @@ class StackedExecutor:
             return self._one_by_one.run(phase, broadcast, clients, about, block)
         size = len(block.ids)
         about = map_tensors(lambda t: t.to(self.data.device, non_blocking=True), about)
-        if size == 1:  # some kernels take another path for a single client: run it twice
+        if size == 1 and not block.is_alone:
+            # Some kernels take another path for a single client: run it twice, for equal bits.
             pair = torch.tensor([0, 0])
             plans = tuple(plan.select(pair) for plan in block.plans)
-            twice = Block(block.ids[pair], block.num[pair], plans, block.longest)
+            twice = Block(block.ids[pair], block.num[pair], plans, block.longest, False)
             copies = (select_axis(broadcast, phase.per_client, pair), take(clients, pair))
             states, uploads = self.run(phase, *copies, take(about, pair), twice)
             return take(states, slice(1)), None if uploads is None else take(uploads, slice(1))

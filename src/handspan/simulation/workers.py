@@ -167,7 +167,6 @@ class WorkersExecutor:
     """Runs the blocks of an exchange in worker processes."""
 
     name = "workers"
-    plans_on = torch.device("cpu")
 
     def __init__(
         self,
@@ -210,6 +209,10 @@ class WorkersExecutor:
     ) -> tuple[Any, Any]:
         """Run a single block, here."""
         return self._here.executor.run(phase, broadcast, clients, about, block)
+
+    def blocks(self, phase: Phase, ids: Tensor, k: Tensor) -> Blocks:
+        """Blocks as they run inside."""
+        return self._here.executor.blocks(phase, ids, k)
 
     def run_blocks(
         self, phase: Phase, broadcast: Any, ids: Tensor, k: Tensor, read: Read, weights: Any
