@@ -97,6 +97,7 @@ Shard = Annotated[str | None, _option("run the i-th of n parts, as in 1/4; see m
 Stage = Annotated[str, _option("all, or only the trials (tune), or only the final runs (final)")]
 Out = Annotated[str | None, _option("folder for the results")]
 Resume = Annotated[bool, _option("go on with what is in --out", "--resume")]
+Profiled = Annotated[bool, _option("tell where the time goes; slower on a GPU", "--profile")]
 Verbose = Annotated[bool, _option("tell which engine was chosen, and why", "--verbose")]
 
 
@@ -164,12 +165,16 @@ def run(
     validate: Validate = None,
     adapt_steps: AdaptSteps = None,
     verbose: Verbose = False,
+    profile: Profiled = False,
 ) -> None:
     """Train one method and evaluate it."""
-    values = {k: v for k, v in locals().items() if k not in ("method", "out", "resume", "verbose")}
+    own = ("method", "out", "resume", "verbose", "profile")
+    values = {k: v for k, v in locals().items() if k not in (*own, "own")}
     from handspan.commands import run_method
 
-    run_method(method, *_collect(values), out=out, resume=resume, verbose=verbose)
+    run_method(
+        method, *_collect(values), out=out, resume=resume, verbose=verbose, is_profiled=profile
+    )
 
 
 class _Compare(TyperCommand):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,17 @@ from handspan.disk import write
 from handspan.options import DataOptions, TrainingOptions, from_values
 from handspan.registry import parse
 from handspan.report.newcomers import newcomer_tables
-from handspan.report.tables import comparison_table, lead, method_table, text_table, told_score
+from handspan.report.tables import (
+    comparison_table,
+    lead,
+    method_table,
+    profile_table,
+    text_table,
+    told_score,
+)
 from handspan.result import Result
 from handspan.runs import RunFolder
+from handspan.simulation.profile import Profile
 
 # Not a terminal: as wide as a table needs to be, so that files and logs keep whole words.
 console = Console() if sys.stdout.isatty() else Console(width=150)
@@ -87,6 +96,7 @@ def run_method(
     out: str | None,
     resume: bool,
     verbose: bool,
+    is_profiled: bool = False,
 ) -> None:
     """``handspan run``."""
     data_options, training = from_values(options)
@@ -97,7 +107,8 @@ def run_method(
         RunFolder(out).refuse_existing()
     data, held_out = fitting.open_data(data_options, training.seed, spec.method.problem)
     tell_remarks(data)
-    with bars() as progress:
+    profile = Profile()
+    with bars() as progress, profile.measure() if is_profiled else nullcontext():
         result = fitting.fit(
             method,
             data,
@@ -111,6 +122,8 @@ def run_method(
         )
     if verbose:
         _tell_choice(result)
+    if is_profiled:
+        console.print(profile_table(profile.table(result.state.round)))
     console.print(comparison_table([result.summary], _title(data_options, result.summary)))
     for table in newcomer_tables([result.summary]):
         console.print(table)

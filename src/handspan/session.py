@@ -22,6 +22,7 @@ from handspan.evaluation.protocol import Evaluation, evaluate
 from handspan.preparing import Problem
 from handspan.result import Result
 from handspan.runs import RunFolder
+from handspan.simulation import profile
 from handspan.simulation.engine import EngineChoice, choose_engine, num_threads
 from handspan.simulation.federation import Simulation
 from handspan.simulation.precision import precision
@@ -146,6 +147,7 @@ class _Session:
             self.before = self.folder.seconds()
         self.aside = time.perf_counter() - self.begin
         self.saved = time.perf_counter()
+        profile.start()
         state = run(
             self.problem.algorithm,
             self.simulation,
@@ -182,9 +184,10 @@ class _Session:
         begin = time.perf_counter()
         if self.folder is not None:
             self.folder.append_timing({"evaluated": state.round, "after": self.seconds()[0]})
-        scores = evaluate(
-            self.simulation, state.server, state.round, self.problem.task, self.problem.metrics
-        )
+        with profile.part("evaluate"):
+            scores = evaluate(
+                self.simulation, state.server, state.round, self.problem.task, self.problem.metrics
+            )
         state.history.append(
             {"round": state.round, **scores.summary, **dataclasses.asdict(state.costs)}
         )
@@ -201,7 +204,8 @@ class _Session:
         if self.folder is None:
             return
         begin = time.perf_counter()
-        self.folder.save(state, self.simulation.store)
+        with profile.part("save"):
+            self.folder.save(state, self.simulation.store)
         self.saved = time.perf_counter()
         self.saving = self.saved - begin
         self.aside += self.saving

@@ -220,6 +220,17 @@ def _megabytes(value: float | None) -> str:
     return "-" if value is None else f"{value / 1e6:,.2f}"
 
 
+def profile_table(rows: Sequence[tuple[str, float, float]]) -> Table:
+    """Where a round's time went: part, milliseconds, share."""
+    table = Table(title="Where the time of a round goes", title_justify="left", box=box.SIMPLE_HEAD)
+    table.add_column("part")
+    for heading in ("ms", "share"):
+        table.add_column(heading, justify="right")
+    for name, milliseconds, share in rows:
+        table.add_row(name, f"{milliseconds:.2f}", f"{share:.0%}")
+    return table
+
+
 def method_table() -> Table:
     """All methods, and what leaves a client."""
     lines = [(m.name, m.paper, m.uploads, m.inferable, m.private) for m in methods().values()]

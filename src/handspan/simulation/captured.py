@@ -17,6 +17,7 @@ from torch import Tensor
 
 from handspan.core.algorithm import Stage
 from handspan.core.data import ClientData, Csr, FederatedData
+from handspan.simulation import profile
 from handspan.simulation.batching import gather
 from handspan.simulation.graphs import Graphs, Work
 from handspan.simulation.loop import float_type
@@ -314,7 +315,8 @@ class CapturedClients:
         size: int,
     ) -> None:
         self._station, self._step = station, step
-        self._turns = station.memory.load(step, plan, ids, about)
+        with profile.part("gather"):
+            self._turns = station.memory.load(step, plan, ids, about)
         self._active, self._size = len(ids), size
         self._final = [torch.empty_like(leaf) for leaf in step.state]
 

@@ -15,6 +15,7 @@ from handspan.core.algorithm import Algorithm, Cohort, Phase, Reduced
 from handspan.core.data import Batch, ClientData, FederatedData, Population, Round
 from handspan.core.federation import Costs, Exchanged, make_round
 from handspan.core.records import Empty, concatenate, map_tensors, num_bytes, take
+from handspan.simulation import profile
 from handspan.simulation.about import client_data
 from handspan.simulation.batching import select_axis
 from handspan.simulation.executors import Executor, make_executor
@@ -140,7 +141,7 @@ class Simulation:
         shown = None if self._post or phase.reduce == "stack" else weights
         run = self.run_blocks(phase, broadcast, ids, int(round.index), weights=shown)
         with closing(run):  # workers must not be kept waiting by a mistake made here
-            for part, states, uploads in run:
+            for part, states, uploads in profile.during("steps", run):
                 if isinstance(uploads, PartialSum):
                     reduction.add_sum(uploads)
                     size = uploads.num_bytes
@@ -151,8 +152,10 @@ class Simulation:
                 for post in self._post:
                     uploads = post.upload(uploads, part, round)
                 size = upload_bytes(phase, uploads)
-                reduction.add(part, uploads)
-        return reduction.result(), size
+                with profile.part("reduce"):
+                    reduction.add(part, uploads)
+        with profile.part("reduce"):
+            return reduction.result(), size
 
     def run_blocks(
         self,

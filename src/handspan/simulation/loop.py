@@ -14,6 +14,7 @@ from torch import Tensor
 from handspan.core.algorithm import Phase, Stage, client_update
 from handspan.core.data import Batch, ClientData, Csr, FederatedData
 from handspan.core.records import Record, field_names, from_named, stack, take, to_named
+from handspan.simulation import profile
 from handspan.simulation.plans import Block, Blocks
 from handspan.simulation.tracing import Recorder, Steps
 
@@ -160,6 +161,13 @@ def make_batch(
     data: FederatedData, place: Any, rows: Tensor, keep_sparse: bool, side: Tensor | None
 ) -> Batch:
     """Gather one client's rows into a batch."""
+    with profile.part("gather"):
+        return _gathered(data, place, rows, keep_sparse, side)
+
+
+def _gathered(
+    data: FederatedData, place: Any, rows: Tensor, keep_sparse: bool, side: Tensor | None
+) -> Batch:
     if isinstance(data.x, Csr):
         if isinstance(place, slice):
             place = torch.arange(place.start, place.stop)

@@ -15,6 +15,7 @@ from torch import Tensor
 from handspan.core import keys
 from handspan.core.algorithm import Phase, Stage
 from handspan.core.data import FederatedData
+from handspan.simulation import profile
 
 _LARGEST = torch.iinfo(torch.int64).max
 # Clients whose row counts differ by less than this share a padded shape: at most a quarter of the
@@ -268,7 +269,10 @@ class Blocks:
         return map(self.__getitem__, range(len(self)))
 
     def __getitem__(self, index: int) -> Block:
-        part = self.parts[index]
+        with profile.part("plan"):
+            return self._plan(self.parts[index])
+
+    def _plan(self, part: Part) -> Block:
         ids = part.ids.to(self._device or part.ids.device, non_blocking=True)
         plans = tuple(
             plan_stage(

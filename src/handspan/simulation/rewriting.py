@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from handspan.simulation.convolutions import use_products
 from handspan.simulation.recording import Recording
 
 _ATEN = torch.ops.aten
@@ -31,6 +32,8 @@ def rewrite(module: Recording, constants: dict[int, Tensor], fuse: bool) -> None
     if any(map(writes, graph.nodes)):  # what is written to is neither constant nor shared
         return
     _insert_constants(module, constants)
+    if fuse and _is_on_gpu(graph):
+        use_products(graph, value_of)
     _drop_what_changes_nothing(graph)
     graph.eliminate_dead_code()
     _fold_constants(module)
@@ -38,6 +41,11 @@ def rewrite(module: Recording, constants: dict[int, Tensor], fuse: bool) -> None
     if fuse:
         _fuse_updates(graph)
     graph.eliminate_dead_code()
+
+
+def _is_on_gpu(graph: fx.Graph) -> bool:
+    values = [value_of(node) for node in graph.nodes if node.op == "placeholder"]
+    return any(value is not None and value.device.type == "cuda" for value in values)
 
 
 def writes(node: fx.Node) -> bool:

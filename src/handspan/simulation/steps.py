@@ -11,6 +11,7 @@ from torch import Tensor
 
 from handspan.core.algorithm import Phase, Stage
 from handspan.core.data import Batch, ClientData, Csr, FederatedData
+from handspan.simulation import profile
 from handspan.simulation.batching import flatten, gather
 from handspan.simulation.loop import float_type
 from handspan.simulation.plans import StagePlan
@@ -109,7 +110,8 @@ class Batches:
         """Fields of step t for the first clients, and whether no row is padding."""
         key, turn = self._keys[t][:size], 0 if self._is_constant else t
         if not self._is_constant or self._last is None or self._last[0] != size:
-            x, y = gather(self._data, self._place[turn][:size])
+            with profile.part("gather"):
+                x, y = gather(self._data, self._place[turn][:size])
             side = None if self._side is None else self._side[:size]
             fields = (x, y, self._weight[turn][:size], key, self._rows[turn][:size], side)
             self._last = size, [field for field in fields if field is not None]
