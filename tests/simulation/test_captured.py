@@ -75,6 +75,7 @@ class Run:
         simulation.executor.stations = self.stations
         state = run(algorithm, simulation, rounds=rounds, cohort=6, seed=5)
         self.numbers = numbers(state, simulation, task)
+        self.block_size = simulation.executor.block_size
 
     @property
     def graphs(self):
@@ -127,6 +128,23 @@ def test_what_cannot_be_captured_runs_without_a_graph():
 
     made = build("fedavg", STEPS)
     compare(Run(made, Refusing()).numbers, Run(made, TapeGraphs()).numbers, 0.0, "refused")
+
+
+def test_a_block_that_does_not_fit_runs_in_halves():
+    class Small(TapeGraphs):
+        refused = 0
+
+        def warm_up(self, work):
+            if work.args[0] > 3:  # clients
+                self.refused += 1
+                raise torch.OutOfMemoryError("out of memory")
+            super().warm_up(work)
+
+    made = build("fedavg", STEPS)
+    got = Run(made, graphs := Small())
+    assert graphs.refused == 1, "the engine should remember what fits"
+    assert got.block_size == 3
+    compare(got.numbers, Run(made, TapeGraphs()).numbers, 0.0, "in halves")
 
 
 def test_a_tape_keeps_memory_and_forgets_everything_else():

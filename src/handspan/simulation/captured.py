@@ -45,6 +45,12 @@ class Stations:
             total = torch.cuda.get_device_properties(data.device).total_memory
             self._room = int(_SHARE_OF_MEMORY * total)
 
+    def clear(self) -> None:
+        """Give back all memory."""
+        self._stations.clear()
+        if self._data.device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def clients(
         self,
         stage: Stage,
@@ -283,6 +289,8 @@ class Station:
     def _captured(self, work: Work) -> Work:
         try:
             return self._graphs.capture(work)
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError:  # an operation that waits for the GPU: go on without a graph
             return work
 

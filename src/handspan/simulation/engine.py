@@ -24,7 +24,6 @@ from handspan.simulation.timing import Contest, EngineChoice
 
 __all__ = ["EngineChoice", "choose_engine", "num_threads"]
 _BLOCKS_CPU = (4, 8, 16, 32, 64)
-_BLOCKS_GPU = (32, 128, 512)
 _STEADY_CPU, _STEADY_GPU = 32, 512  # seldom the fastest block, never far from it
 _remembered: dict[Any, EngineChoice] = {}
 
@@ -62,7 +61,8 @@ def choose_engine(
         if any(phase.cohort_update is None for phase in algorithm.rounds):
             return EngineChoice(engine="loop", block_size=size, threads=threads or 1)
     is_flat = all(phase.cohort_update is not None for phase in algorithm.rounds)
-    if engine == "steady" or is_flat:
+    # On a GPU large blocks win by far: there is nothing to try.
+    if engine == "steady" or is_flat or on_gpu:
         name = "stacked" if is_flat or on_gpu or not _is_ragged(data) else "loop"
         return EngineChoice(engine=name, block_size=size, threads=threads or 1)
     simulation = Simulation(algorithm, data, seed=seed)
@@ -72,7 +72,6 @@ def choose_engine(
         name,
         str(data.row_shape),
         len(round.ids),
-        on_gpu,
         threads,
         workers,
         available,
@@ -83,8 +82,8 @@ def choose_engine(
     )
     if key not in _remembered:
         contest = Contest(algorithm, data, state.server, round, seed, rounds)
-        sizes = (block_size,) if block_size else _BLOCKS_GPU if on_gpu else _BLOCKS_CPU
-        processes = 1 if on_gpu else min(workers or available, len(round.ids))
+        sizes = (block_size,) if block_size else _BLOCKS_CPU
+        processes = min(workers or available, len(round.ids))
         _remembered[key] = contest.decide(sizes, threads or 1, available, processes)
     return _remembered[key]
 

@@ -6,7 +6,7 @@ A client's plan is the same alone, in any cohort, under any padding and on any e
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -41,7 +41,7 @@ class StagePlan:
     is_constant
         Whether all steps see the same rows: then the second axis has length 1.
     is_full
-        (steps or 1,) whether no row of a step is padding; on the CPU.
+        (steps or 1,) whether no row of a step is padding, as far as is known; on the CPU.
     """
 
     rows: Tensor
@@ -52,7 +52,7 @@ class StagePlan:
     is_full: Tensor
 
     def select(self, index: Tensor) -> StagePlan:
-        """Plans of the clients at ``index``, which are the same clients in another order."""
+        """Plans of the clients at ``index``."""
         there = index.to(self.rows.device, non_blocking=True)
         return StagePlan(
             self.rows[there],
@@ -82,6 +82,11 @@ class Block:
     plans: tuple[StagePlan, ...]
     longest: int  # training rows of the longest client that shares the padded shape
     is_alone: bool  # a single client, whose padded shape nobody shares, however blocks are cut
+
+    def select(self, index: Tensor) -> Block:
+        """Some of its clients, or all in another order."""
+        plans = tuple(plan.select(index) for plan in self.plans)
+        return replace(self, ids=self.ids[index], num=self.num[index], plans=plans, is_alone=False)
 
 
 def batch_rows(stage: Stage, num: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from handspan.core.algorithm import Phase, Stage
 from handspan.core.data import ClientData, Csr, FederatedData
-from handspan.core.records import map_tensors, take
+from handspan.core.records import concatenate, map_tensors, take
 from handspan.simulation.batching import (
     expand,
     fit_rows,
@@ -69,15 +69,40 @@ class StackedExecutor:
             # Compressed rows cannot be stacked; phases with much work on them have a flat twin.
             return self._one_by_one.run(phase, broadcast, clients, about, block)
         size = len(block.ids)
-        about = map_tensors(lambda t: t.to(self.data.device, non_blocking=True), about)
         if size == 1 and not block.is_alone:
             # Some kernels take another path for a single client: run it twice, for equal bits.
-            pair = torch.tensor([0, 0])
-            plans = tuple(plan.select(pair) for plan in block.plans)
-            twice = Block(block.ids[pair], block.num[pair], plans, block.longest, False)
-            copies = (select_axis(broadcast, phase.per_client, pair), take(clients, pair))
-            states, uploads = self.run(phase, *copies, take(about, pair), twice)
+            pair = self._select(phase, broadcast, clients, about, block, torch.tensor([0, 0]))
+            states, uploads = self._run(*pair)
             return take(states, slice(1)), None if uploads is None else take(uploads, slice(1))
+        try:
+            return self._run(phase, broadcast, clients, about, block)
+        except torch.OutOfMemoryError:
+            if size < 4:
+                raise
+        self.block_size = (size + 1) // 2
+        if self.stations is not None:
+            self.stations.clear()
+        halves = torch.arange(size).split(self.block_size)
+        parts = [
+            self.run(*self._select(phase, broadcast, clients, about, block, half))
+            for half in halves
+        ]
+        states, uploads = zip(*parts, strict=True)
+        return concatenate(list(states)), None if uploads[0] is None else concatenate(list(uploads))
+
+    @staticmethod
+    def _select(
+        phase: Phase, broadcast: Any, clients: Any, about: ClientData, block: Block, index: Tensor
+    ) -> tuple[Phase, Any, Any, ClientData, Block]:
+        """Arguments of ``run`` for some clients of a block."""
+        received = select_axis(broadcast, phase.per_client, index)
+        return phase, received, take(clients, index), take(about, index), block.select(index)
+
+    def _run(
+        self, phase: Phase, broadcast: Any, clients: Any, about: ClientData, block: Block
+    ) -> tuple[Any, Any]:
+        size = len(block.ids)
+        about = map_tensors(lambda t: t.to(self.data.device, non_blocking=True), about)
         broadcast = expand(broadcast, phase.unbatched | phase.per_client, size)
         clients = fit_rows(clients, self.per_row, block.longest)
         shared = phase.unbatched

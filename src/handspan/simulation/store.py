@@ -20,6 +20,8 @@ from handspan.core.errors import HandspanError
 from handspan.core.records import Params, Record, from_named, take, to_named
 
 Init = Callable[[Tensor], Any]
+_SHARE_OF_FREE_MEMORY = 0.4  # of a GPU may be taken by private records
+_UNLIMITED = 1 << 62
 
 
 class ClientStore:
@@ -37,6 +39,9 @@ class ClientStore:
         Where to keep the tensors in files mapped into memory; None keeps them in memory.
     reopen
         Whether to go on with the files that are there; they begin anew otherwise.
+    room
+        Bytes of a GPU that records may take; if they need more they live in the machine's memory
+        and travel. By default a good part of what is free.
     """
 
     def __init__(
@@ -46,6 +51,7 @@ class ClientStore:
         per_row: frozenset[str] = frozenset(),
         folder: Path | None = None,
         reopen: bool = False,
+        room: int | None = None,
     ) -> None:
         self._init = init
         self._num = num_rows
@@ -55,12 +61,16 @@ class ClientStore:
         self._folder = folder
         self._reopen = reopen
         self._staged: list[tuple[Tensor, Params]] = []
+        # Of each client: which staged part holds its record, and in which place.
         self._staged_at = torch.full((len(num_rows),), -1)
+        self._staged_place = torch.zeros_like(self._staged_at)
         self._committed = 0
+        named = to_named(self.template)
+        self._devices = {name: value.device for name, value in named.items()}
+        needed = sum(self._shape(k, v).numel() * v.element_size() for k, v in named.items())
+        self._travels = needed > _room(set(self._devices.values()), room)
         self.written = self._allocate("written", torch.zeros((), dtype=torch.bool))
-        self._fields = {
-            name: self._allocate(name, value) for name, value in to_named(self.template).items()
-        }
+        self._fields = {name: self._allocate(name, value) for name, value in named.items()}
 
     @property
     def is_on_disk(self) -> bool:
@@ -70,12 +80,17 @@ class ClientStore:
     def _is_per_row(self, name: str) -> bool:
         return name.split(":")[0].split("/")[0] in self._per_row
 
+    def _shape(self, name: str, like: Tensor) -> torch.Size:
+        """Shape of a field of all clients."""
+        if self._is_per_row(name):
+            return torch.Size((int(self._num.sum()), *like.shape[1:]))
+        return torch.Size((len(self._num), *like.shape))
+
     def _allocate(self, name: str, like: Tensor) -> Tensor:
-        count = int(self._num.sum()) if self._is_per_row(name) else len(self._num)
-        inner = like.shape[1:] if self._is_per_row(name) else like.shape
+        shape = self._shape(name, like)
         if self._folder is None:  # zeros are not touched until written: memory comes page by page
-            return torch.zeros(count, *inner, dtype=like.dtype, device=like.device)
-        shape = torch.Size((count, *inner))
+            home = "cpu" if self._travels else like.device
+            return torch.zeros(shape, dtype=like.dtype, device=home)
         size = max(1, shape.numel())
         path = self._path(name)
         (_see_whole if self._reopen else _make_zeros)(path, size * like.element_size())
@@ -109,11 +124,15 @@ class ClientStore:
     def _stage(self, ids: Tensor, named: Params) -> None:
         if named:
             self._staged_at[ids] = len(self._staged)
+            self._staged_place[ids] = torch.arange(len(ids))
             self._staged.append((ids, named))
 
     def _gather(self, ids: Tensor) -> Params:
         """Wire form of the given clients' records, per-row fields flat."""
-        named = {name: field[self._index(name, ids)] for name, field in self._fields.items()}
+        named = {
+            name: _brought(field, self._index(name, ids), self._devices[name])
+            for name, field in self._fields.items()
+        }
         origin = self._staged_at[ids]
         fresh = (~self.written[ids] & (origin < 0)).nonzero()[:, 0]
         if len(fresh):
@@ -123,10 +142,9 @@ class ClientStore:
         for part in origin[origin >= 0].unique().tolist():
             where = (origin == part).nonzero()[:, 0]
             known, values = self._staged[part]
-            position = {i: j for j, i in enumerate(known.tolist())}
-            source = torch.tensor([position[i] for i in ids[where].tolist()])
+            source = self._staged_place[ids[where]]
             chosen = {
-                name: value[self._within(name, known, source).to(value.device)]
+                name: value[_there(self._within(name, known, source), value.device)]
                 for name, value in values.items()
             }
             self._put(named, ids, where, chosen)
@@ -134,13 +152,13 @@ class ClientStore:
 
     def _put(self, named: Params, ids: Tensor, where: Tensor, values: Params) -> None:
         for name, value in values.items():
-            index = self._within(name, ids, where).to(named[name].device)
+            index = _there(self._within(name, ids, where), named[name].device)
             named[name].index_copy_(0, index, value.to(named[name]))
 
     def _index(self, name: str, ids: Tensor) -> Tensor:
         """Rows of a field's tensor that belong to the given clients."""
         rows = _ranges(self._start[ids], self._num[ids]) if self._is_per_row(name) else ids
-        return rows.to(self._fields[name].device)
+        return _there(rows, self._fields[name].device)
 
     def _within(self, name: str, ids: Tensor, where: Tensor) -> Tensor:
         """Rows, in a gathered field of ``ids``, that belong to the clients at ``where``."""
@@ -256,6 +274,28 @@ def _ranges(start: Tensor, length: Tensor) -> Tensor:
     """Join the ranges [start, start + length) of all clients."""
     shift = torch.repeat_interleave(start - (length.cumsum(0) - length), length)
     return shift + torch.arange(len(shift))
+
+
+def _room(devices: set[torch.device], given: int | None) -> int:
+    """Bytes that records may take where they are computed with."""
+    if given is not None:
+        return given
+    free = [torch.cuda.mem_get_info(device)[0] for device in devices if device.type == "cuda"]
+    return int(_SHARE_OF_FREE_MEMORY * min(free, default=_UNLIMITED))
+
+
+def _there(index: Tensor, device: torch.device) -> Tensor:
+    """Bring an index to a device, without waiting for it."""
+    return index.to(device, non_blocking=True)
+
+
+def _brought(field: Tensor, rows: Tensor, device: torch.device) -> Tensor:
+    """Rows of a field, on the device that computes with them."""
+    if field.device == device:
+        return field[rows]
+    # Through memory that the GPU can fetch by itself, while this process goes on.
+    waiting = torch.empty((len(rows), *field.shape[1:]), dtype=field.dtype, pin_memory=True)
+    return torch.index_select(field, 0, rows, out=waiting).to(device, non_blocking=True)
 
 
 def _make_zeros(path: Path, size: int) -> None:
