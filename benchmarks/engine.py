@@ -25,7 +25,7 @@ from handspan.numerics.local_work import LocalWork
 from handspan.simulation.engine import EngineChoice, choose_engine, num_threads
 from handspan.simulation.federation import Simulation
 from handspan.simulation.plans import Blocks
-from handspan.simulation.precision import precision
+from handspan.simulation.precision import multiplying
 
 CLIENTS, ROWS, SHAPE, CLASSES = 100, 525, (28, 28), 10
 RATE = 0.05
@@ -238,7 +238,7 @@ def main() -> int:
         f"{'ratio':>8}{'bar':>6} {'':<7}{'loss':>9}{'calib':>7}  rounds/s; auto's choice"
     )
     missed = 0
-    with precision("float32"):
+    with multiplying("float32"):
         for cell in cells(options.models.split(","), options.quick, device):
             missed += measure(cell, data, device, options.repeats) < cell.bar
     return int(missed > 0)

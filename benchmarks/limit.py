@@ -21,7 +21,7 @@ from benchmarks.engine import CLASSES, CLIENTS, ROWS, SHAPE, Cell, Engine, cell_
 from benchmarks.problems import describe_machine, judge, synthetic_images
 from handspan.models.zoo import make_model
 from handspan.simulation.engine import EngineChoice
-from handspan.simulation.precision import precision
+from handspan.simulation.precision import multiplying
 
 LEAST = 0.5  # of the limit, on the MLP in batches of 256
 REPEATS = 5
@@ -152,7 +152,7 @@ def main() -> int:
     print(describe_machine(device))
     cohort, steps = (100, 20) if device != "cpu" else (10, 2)
     claims: list[tuple[str, str, bool]] = []
-    with precision("float32"):
+    with multiplying("float32"):
         for model, batch_size in (("mlp", 10), ("mlp", 256), ("cnn_bench", 10), ("cnn_bench", 64)):
             cell = Cell(model, cohort, batch_size, steps)
             limit = bare(cell, device)

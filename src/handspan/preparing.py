@@ -21,6 +21,7 @@ from handspan.core.task import Task
 from handspan.evaluation.metrics import Metric, metric_by_name, metric_from_function
 from handspan.options import DataOptions, TrainingOptions
 from handspan.registry import MethodSpec
+from handspan.simulation.precision import with_products
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +80,7 @@ def prepare(
         held_out=None if held_out is None else held_out.to(device, dtype),
         task=task,
         setting=setting,
-        algorithm=spec.build(setting),
+        algorithm=with_products(spec.build(setting), options.precision),
         metrics=[] if task is None else make_metrics(options.metrics, functions, task),
     )
 

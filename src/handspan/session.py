@@ -25,7 +25,6 @@ from handspan.runs import RunFolder
 from handspan.simulation import profile
 from handspan.simulation.engine import EngineChoice, choose_engine, num_threads
 from handspan.simulation.federation import Simulation
-from handspan.simulation.precision import precision
 from handspan.simulation.store import ClientStore
 
 Progress = Callable[[int, int, dict[str, Any]], None]
@@ -49,11 +48,7 @@ def execute(
     if folder is not None and not goes_on:
         folder.refuse_existing()
     choice = None if goes_on else _choice(problem, None)  # a mistake in it leaves nothing behind
-    with (
-        _opened(folder, config, problem, choice) as settled,
-        num_threads(settled.threads),
-        precision(problem.options.precision),
-    ):
+    with _opened(folder, config, problem, choice) as settled, num_threads(settled.threads):
         simulation = make_simulation(problem, settled, folder)
         state = None
         if folder is not None and goes_on:
@@ -109,6 +104,7 @@ def make_simulation(
 ) -> Simulation:
     """Put the clients into this process, or into workers of it."""
     simulation = choice.simulation(problem.algorithm, problem.data, seed=problem.options.seed)
+    simulation.precision = problem.options.precision
     if folder is not None and problem.options.store == "disk":
         simulation.store = ClientStore(
             simulation.initial,

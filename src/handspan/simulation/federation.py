@@ -20,6 +20,7 @@ from handspan.simulation.about import client_data
 from handspan.simulation.batching import select_axis
 from handspan.simulation.executors import Executor, make_executor
 from handspan.simulation.plans import count_rows
+from handspan.simulation.precision import multiplying
 from handspan.simulation.reduction import PartialSum, Postprocessor, Reduction
 from handspan.simulation.store import ClientStore
 from handspan.simulation.workers import WorkersExecutor, upload_bytes
@@ -40,6 +41,8 @@ class Simulation:
         size of 1 lets workers run the loop inside.
     workers
         Processes of the engine of that name.
+    precision
+        Of products on a GPU: ``float32``, or ``tf32``.
     store
         Where private records live; in memory by default.
     postprocessors
@@ -59,6 +62,7 @@ class Simulation:
         engine: str = "loop",
         block_size: int = 32,
         workers: int = 2,
+        precision: str = "float32",
         store: ClientStore | None = None,
         postprocessors: Sequence[Postprocessor] = (),
         lost: Callable[[Round, Tensor], Tensor] | None = None,
@@ -67,6 +71,7 @@ class Simulation:
         self.algorithm = algorithm
         self.data = data
         self.seed = seed
+        self.precision = precision
         self.population = Population(
             num_clients=torch.tensor(data.num_clients),
             num_examples=data.num_train,
@@ -184,7 +189,10 @@ class Simulation:
         for block in self.executor.blocks(phase, ids, k):
             received = select_axis(broadcast, phase.per_client, torch.searchsorted(ids, block.ids))
             about = self.about(block.ids)
-            yield block.ids, *self.executor.run(phase, received, read(block.ids), about, block)
+            mine = read(block.ids)
+            with multiplying(self.precision):
+                result = self.executor.run(phase, received, mine, about, block)
+            yield block.ids, *result
 
     def _flat(self, phase: Phase, broadcast: Any, ids: Tensor, weights: Tensor) -> tuple[Any, int]:
         """Run the hand-written twin of a phase on the cohort's flat rows."""
@@ -296,20 +304,18 @@ class Simulation:
 
         outputs = partial(personal_outputs, self.algorithm, task)
         for part, broadcast, mine in self.serve(server, ids, index):
-            with torch.no_grad():
-                yield (
+            with torch.no_grad(), multiplying(self.precision):
+                found = self.executor.predict(
+                    outputs,
+                    broadcast,
+                    mine,
+                    self.about(part),
                     part,
-                    self.executor.predict(
-                        outputs,
-                        broadcast,
-                        mine,
-                        self.about(part),
-                        part,
-                        rows,
-                        unbatched,
-                        per_client,
-                    ),
+                    rows,
+                    unbatched,
+                    per_client,
                 )
+            yield part, found
 
     def row_labels(self, server: Any, ids: Tensor, index: int) -> Tensor:
         """Component of each training row, in the order of the clients."""
@@ -336,19 +342,17 @@ class Simulation:
         outputs = partial(_shared_outputs, task)
         for start in range(0, len(ids), _SERVED_TOGETHER):
             part = ids[start : start + _SERVED_TOGETHER]
-            with torch.no_grad():
-                yield (
+            with torch.no_grad(), multiplying(self.precision):
+                found = self.executor.predict(
+                    outputs,
+                    model,
+                    Empty(),
+                    self.about(part),
                     part,
-                    self.executor.predict(
-                        outputs,
-                        model,
-                        Empty(),
-                        self.about(part),
-                        part,
-                        rows,
-                        frozenset({"params", "buffers"}),
-                    ),
+                    rows,
+                    frozenset({"params", "buffers"}),
                 )
+            yield part, found
 
 
 # Not closures in the methods above: those would take the whole federation along to workers.

@@ -1,17 +1,40 @@
-"""What multiplications of float32 numbers mean on a GPU: nothing but float32, unless asked for."""
+"""What products of float32 numbers are made in: float32, unless less is asked for."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from handspan.core.algorithm import Algorithm, Phase, Stage
+
+_PRODUCTS = {
+    functional.linear,
+    functional.conv1d,
+    functional.conv2d,
+    functional.conv3d,
+    functional.bilinear,
+    torch.matmul,
+    torch.mm,
+    torch.bmm,
+    torch.addmm,
+    torch.baddbmm,
+    Tensor.matmul,
+    Tensor.__matmul__,
+    Tensor.mm,
+    Tensor.bmm,
+}
 
 
 @contextmanager
-def precision(name: str = "float32") -> Iterator[None]:
-    """Multiply in float32, or in TF32, and restore the process's choice afterwards.
+def multiplying(name: str = "float32") -> Iterator[None]:
+    """Let a GPU multiply in float32, or in TF32, and restore the process's choice afterwards.
 
     Torch's own default computes convolutions in TF32, with 10 bits instead of 23.
     """
@@ -25,3 +48,52 @@ def precision(name: str = "float32") -> Iterator[None]:
     finally:
         for place, value in zip(places, before, strict=True):
             place.fp32_precision = value
+
+
+class _Bfloat16Products(TorchFunctionMode):
+    """Factors of products are rounded to bfloat16; sums and everything else stay as they are."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func not in _PRODUCTS:
+            return func(*args, **kwargs)
+
+        def rounded(value: Any) -> Any:
+            is_number = isinstance(value, Tensor) and value.is_floating_point()
+            return value.to(torch.bfloat16) if is_number else value
+
+        result = func(*map(rounded, args), **{k: rounded(v) for k, v in kwargs.items()})
+        return result.to(args[0].dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class _InBfloat16:
+    """A step whose products, backward as well, are made in bfloat16."""
+
+    step: Callable[[Any, Any, Any], Any]
+
+    def __call__(self, broadcast: Any, working: Any, batch: Any) -> Any:
+        with _Bfloat16Products():
+            return self.step(broadcast, working, batch)
+
+
+def with_products(algorithm: Algorithm, name: str) -> Algorithm:
+    """Let the local steps of an algorithm multiply in ``bf16``; otherwise it stays as it is."""
+    if name != "bf16":
+        return algorithm
+
+    def change(stage: Stage) -> Stage:
+        return dataclasses.replace(stage, step=_InBfloat16(stage.step))
+
+    def changed(phase: Phase) -> Phase:
+        return dataclasses.replace(phase, stages=tuple(map(change, phase.stages)))
+
+    return dataclasses.replace(
+        algorithm,
+        setup=tuple(map(changed, algorithm.setup)),
+        rounds=tuple(map(changed, algorithm.rounds)),
+        personal=tuple(map(changed, algorithm.personal)),
+        adapt=None if algorithm.adapt is None else changed(algorithm.adapt),
+    )
