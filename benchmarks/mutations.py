@@ -881,14 +881,20 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     *_of(
         "shared",
+        "simulation/convolutions.py",
+        ("patches in another order", "patches[:, :, i, j],", "patches[:, :, -i - 1, -j - 1],"),
+        ("another layout", "permute(2, 0, 1, 3).contiguous()", "permute(2, 0, 1, 3)"),
+    ),
+    *_of(
+        "shared",
         "simulation/captured.py",
         ("finished clients go on", "            self._save(active)\n", "            pass\n"),
         ("values settle one by one", "value.clone() if", "value if"),
         ("rows of the first step", "self.now[: len(turn), -turn.shape[1] :].copy_(turn)", "pass"),
         (
             "memory of a former block",
-            "            place[:size].copy_(leaf)\n",
-            "            pass\n",
+            "torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))",
+            "pass",
         ),
     ),
     *_of(

@@ -86,7 +86,7 @@ class Run:
 @pytest.fixture
 def narrow(monkeypatch):
     """Let blocks become smaller as soon as a client has finished."""
-    monkeypatch.setattr(captured, "_STEPS_BEFORE_NARROWING", 1)
+    monkeypatch.setattr(captured, "_STEPS_BEFORE_NARROWING", 0)
 
 
 @pytest.mark.parametrize("device", DEVICES)

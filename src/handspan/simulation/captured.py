@@ -28,9 +28,10 @@ from handspan.simulation.tracing import Recorder
 
 _MOST_STATIONS = 32
 _SHARE_OF_MEMORY = 0.3  # of a GPU may be taken by stations
+_MANY = 1 << 20  # calls of a step that is common beyond doubt
 _FEW_SIZES = 6  # of blocks: so many run as they are, more are rounded up
-# A smaller size costs a recording, as much as some dozens of steps: it must prove to be common.
-_STEPS_BEFORE_NARROWING = 24
+# A smaller size costs a recording, as much as some dozens of steps: so many must be saved by it.
+_STEPS_BEFORE_NARROWING = 50
 
 
 class Stations:
@@ -76,7 +77,10 @@ class Stations:
             self._stations[key] = station
             self._make_room()
         elif not station.find(size, plan.steps):
-            return None
+            larger = [known for known in station.sizes if known > size]
+            if not larger:
+                return None
+            size = min(larger)  # padding costs less than steps that are not recorded
         self._stations.move_to_end(key)
         return CapturedClients(station, step, plan, ids, about, size)
 
@@ -236,7 +240,12 @@ class Station:
         self._replays: dict[int, Replay] = {}
         self.works: dict[int, Work] = {}
         self._warm: set[int] = set()
-        self._wanted: dict[int, int] = {}
+        self._saved: dict[int, float] = {}  # steps that a smaller size would have saved
+
+    @property
+    def sizes(self) -> list[int]:
+        """Numbers of clients for which the step is recorded."""
+        return list(self._replays)
 
     def find(self, size: int, calls: int) -> bool:
         """Whether the step is recorded for the first ``size`` clients, by now."""
@@ -269,9 +278,9 @@ class Station:
         needed = padded(active)
         if needed >= size:
             return size
-        self._wanted[needed] = self._wanted.get(needed, 0) + 1
-        is_common = self._wanted[needed] >= _STEPS_BEFORE_NARROWING
-        return needed if is_common and self.find(needed, _STEPS_BEFORE_NARROWING) else size
+        self._saved[needed] = self._saved.get(needed, 0) + 1 - needed / size
+        is_worth_it = self._saved[needed] >= _STEPS_BEFORE_NARROWING
+        return needed if is_worth_it and self.find(needed, _MANY) else size
 
     def run(self, turn: Tensor, size: int) -> None:
         """Make one step with the first clients."""

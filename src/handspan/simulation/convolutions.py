@@ -7,101 +7,118 @@ weights keeps the whole GPU busy. It changes the last bits, so it belongs to the
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.nn import functional
 
 _ATEN = torch.ops.aten
 # Patches are copies of the images, one for each place of the kernel; cuDNN does without.
 _MOST_BYTES = 3 << 29
 
 
+@dataclass(frozen=True)
 class Grouped:
-    """A convolution of several groups, by patches.
+    """A convolution of several groups; its functions are single operations of a recording.
 
-    Parameters
+    Attributes
     ----------
-    weight
-        Shape (groups * outputs, inputs, height, width) of the kernels.
-    stride, padding, groups
-        As in ``torch.nn.functional.conv2d``.
+    batch, groups, inputs, outputs
+        Rows, models, and channels of each model.
+    size, kernel, stride, padding
+        Of the images and of the convolution, (height, width).
     """
 
-    def __init__(
-        self, weight: torch.Size, stride: list[int], padding: list[int], groups: int
-    ) -> None:
-        self._outputs, self._inputs = weight[0] // groups, weight[1]
-        self._kernel, self._groups = (weight[2], weight[3]), groups
-        self._stride, self._padding = stride, padding
-
-    def patches(self, x: Tensor) -> Tensor:
-        """(batch, groups * inputs, ...) -> (groups, inputs * kernel, batch * places)."""
-        top, left = self._padding
-        x = functional.pad(x, (left, left, top, top)) if top or left else x
-        for axis in (0, 1):
-            x = x.unfold(2 + axis, self._kernel[axis], self._stride[axis])
-        batch, _, height, width = x.shape[:4]
-        x = x.view(batch, self._groups, self._inputs, height, width, *self._kernel)
-        x = x.permute(1, 2, 5, 6, 0, 3, 4)
-        return x.reshape(self._groups, self._inputs * self._size, batch * height * width)
+    batch: int
+    groups: int
+    inputs: int
+    outputs: int
+    size: tuple[int, int]
+    kernel: tuple[int, int]
+    stride: tuple[int, int]
+    padding: tuple[int, int]
 
     @property
-    def _size(self) -> int:
-        return self._kernel[0] * self._kernel[1]
+    def places(self) -> tuple[int, int]:
+        """Height and width of the outputs."""
+        sizes = zip(self.size, self.padding, self.kernel, self.stride, strict=True)
+        height, width = ((n + 2 * p - k) // s + 1 for n, p, k, s in sizes)
+        return height, width
 
-    def _matrices(self, weight: Tensor) -> Tensor:
-        return weight.reshape(self._groups, self._outputs, self._inputs * self._size)
+    @property
+    def patches_shape(self) -> tuple[int, int, int]:
+        """Shape of the patches: groups, entries of a kernel, places of all rows."""
+        height, width = self.places
+        entries = self.inputs * self.kernel[0] * self.kernel[1]
+        return self.groups, entries, self.batch * height * width
 
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return the outputs, (batch, groups * outputs, height, width)."""
-        sizes = [
-            (x.shape[2 + a] + 2 * self._padding[a] - self._kernel[a]) // self._stride[a] + 1
-            for a in (0, 1)
+    @property
+    def weight_shape(self) -> tuple[int, ...]:
+        """Shape of all models' weights, one after the other."""
+        return self.groups * self.outputs, self.inputs, *self.kernel
+
+    def _framed(self) -> tuple[int, int]:
+        height, width = (n + 2 * p for n, p in zip(self.size, self.padding, strict=True))
+        return height, width
+
+    def _shifts(self, images: Tensor, patches: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Pairs of views, one for each entry of the kernel: its pixels, and its patches."""
+        (height, width), (down, right) = self.places, self.stride
+        patches = patches.view(self.groups, self.inputs, *self.kernel, self.batch, height, width)
+        return [
+            (
+                images[..., i : i + down * height : down, j : j + right * width : right][
+                    ..., :height, :width
+                ],
+                patches[:, :, i, j],
+            )
+            for i, j in product(*map(range, self.kernel))
         ]
-        out = torch.bmm(self._matrices(weight), self.patches(x))
-        out = out.view(self._groups, self._outputs, len(x), *sizes).permute(2, 0, 1, 3, 4)
-        out = out.reshape(len(x), -1, *sizes)
-        return out if bias is None else out + bias.view(1, -1, 1, 1)
 
-    def backward(
-        self, grad: Tensor, x: Tensor, weight: Tensor, mask: list[bool]
-    ) -> list[Tensor | None]:
-        """Gradients of rows, weights and bias, where ``mask`` asks for them."""
-        batch, _, height, width = grad.shape
-        turned = grad.reshape(batch, self._groups, self._outputs, height * width)
-        turned = turned.permute(1, 2, 0, 3).reshape(self._groups, self._outputs, -1)
-        found: list[Tensor | None] = [None, None, None]
-        if mask[0]:
-            found[0] = self._rows(torch.bmm(self._matrices(weight).mT, turned), x, height * width)
-        if mask[1]:
-            found[1] = torch.bmm(turned, self.patches(x).mT).view(weight.shape)
-        if mask[2]:
-            found[2] = grad.sum((0, 2, 3))
-        return found
+    def _by_group(self, rows: Tensor) -> Tensor:
+        """(batch, groups * inputs, ...) -> (groups, inputs, batch, ...)."""
+        shape = (self.batch, self.groups, self.inputs, *rows.shape[2:])
+        return rows.view(shape).permute(1, 2, 0, 3, 4)
 
-    def _rows(self, patches: Tensor, x: Tensor, places: int) -> Tensor:
-        """Add gradients of patches up to those of the rows."""
-        batch, kernel = len(x), self._inputs * self._size
-        patches = patches.view(self._groups, kernel, batch, places).permute(2, 0, 1, 3)
-        patches = patches.reshape(batch * self._groups, kernel, places)
-        rows = functional.fold(
-            patches,
-            (x.shape[2], x.shape[3]),
-            self._kernel,
-            padding=tuple(self._padding),
-            stride=tuple(self._stride),
-        )
-        return rows.view(x.shape)
+    def patches(self, x: Tensor) -> Tensor:
+        """Patches of images (batch, groups * inputs, height, width)."""
+        top, left = self.padding
+        x = torch.nn.functional.pad(x, (left, left, top, top)) if top or left else x
+        patches = x.new_empty(self.patches_shape)
+        for pixels, place in self._shifts(self._by_group(x), patches):
+            place.copy_(pixels)
+        return patches
 
-    def num_bytes(self, x: Tensor) -> int:
-        """Bytes of the patches."""
-        places = x.shape[2] * x.shape[3] // (self._stride[0] * self._stride[1])
-        rows = len(x) * self._groups * self._inputs
-        return rows * self._size * places * x.element_size()
+    def forward(self, patches: Tensor, weight: Tensor) -> Tensor:
+        """Outputs (batch, groups * outputs, height, width)."""
+        matrices = weight.reshape(self.groups, self.outputs, -1)
+        made = torch.bmm(matrices, patches).view(self.groups, self.outputs, self.batch, -1)
+        made = made.permute(2, 0, 1, 3).contiguous()
+        return made.view(self.batch, -1, *self.places)
+
+    def _turned(self, grad: Tensor) -> Tensor:
+        """Gradient of the outputs as matrices (groups, outputs, places of all rows)."""
+        grad = grad.reshape(self.batch, self.groups, self.outputs, -1)
+        return grad.permute(1, 2, 0, 3).reshape(self.groups, self.outputs, -1)
+
+    def rows_grad(self, grad: Tensor, weight: Tensor) -> Tensor:
+        """Gradient of the images."""
+        matrices = weight.reshape(self.groups, self.outputs, -1)
+        patches = torch.bmm(matrices.mT, self._turned(grad))
+        rows = grad.new_zeros(self.batch, self.groups * self.inputs, *self._framed())
+        for pixels, place in self._shifts(self._by_group(rows), patches):
+            pixels.add_(place)
+        (top, left), (height, width) = self.padding, self.size
+        return rows[:, :, top : top + height, left : left + width].contiguous()
+
+    def weight_grad(self, grad: Tensor, patches: Tensor) -> Tensor:
+        """Gradient of the weights."""
+        return torch.bmm(self._turned(grad), patches.mT).view(self.weight_shape)
 
 
 def use_products(graph: fx.Graph, value_of: Callable[[fx.Node], Tensor | None]) -> None:
@@ -109,60 +126,75 @@ def use_products(graph: fx.Graph, value_of: Callable[[fx.Node], Tensor | None]) 
     for node in list(graph.nodes):
         if node.target is _ATEN.convolution.default:
             x, weight, bias, *options = node.args
-            made = _grouped(value_of(x), value_of(weight), options)  # type: ignore[arg-type]
-            if made is not None:
-                sources = [x, weight] if bias is None else [x, weight, bias]
-                outputs = _inline(graph, node, made.forward, sources, value_of)
-                node.replace_all_uses_with(outputs[0])
+            made = _grouped(value_of(x), value_of(weight), options, value_of(node))  # type: ignore
+            if made is not None and bias is None:
+                patches = _call(graph, node, made.patches, (x,), made.patches_shape)
+                shape = tuple(value_of(node).shape)  # type: ignore[union-attr]
+                node.replace_all_uses_with(
+                    _call(graph, node, made.forward, (patches, weight), shape)
+                )
                 graph.erase_node(node)
         elif node.target is _ATEN.convolution_backward.default:
-            grad, x, weight, _, *options, mask = node.args
-            made = _grouped(value_of(x), value_of(weight), options)  # type: ignore[arg-type]
-            if made is not None:
-                _replace_backward(graph, node, made, [grad, x, weight], mask, value_of)
+            _replace_backward(graph, node, value_of)
 
 
-def _grouped(x: Any, weight: Any, options: list[Any]) -> Grouped | None:
+def _grouped(x: Any, weight: Any, options: Any, output: Any) -> Grouped | None:
+    """Describe a convolution; None where it is left alone."""
     stride, padding, dilation, is_transposed, _, groups = options
     if groups == 1 or is_transposed or set(dilation) != {1} or x.dim() != 4:
         return None
-    made = Grouped(weight.shape, stride, padding, groups)
-    return made if made.num_bytes(x) <= _MOST_BYTES else None
+    made = Grouped(
+        batch=x.shape[0],
+        groups=groups,
+        inputs=weight.shape[1],
+        outputs=weight.shape[0] // groups,
+        size=tuple(x.shape[2:]),
+        kernel=tuple(weight.shape[2:]),
+        stride=tuple(stride),
+        padding=tuple(padding),
+    )
+    numbers = made.patches_shape[0] * made.patches_shape[1] * made.patches_shape[2]
+    is_plain = output is None or output.is_contiguous()  # what follows relies on the layout
+    return _known(made) if is_plain and numbers * x.element_size() <= _MOST_BYTES else None
 
 
-def _replace_backward(
-    graph: fx.Graph, node: fx.Node, made: Grouped, sources: list[Any], mask: Any, value_of: Any
-) -> None:
-    def function(grad: Tensor, x: Tensor, weight: Tensor) -> list[Tensor]:
-        return [g for g in made.backward(grad, x, weight, mask) if g is not None]
+@functools.cache
+def _known(made: Grouped) -> Grouped:
+    """One object for equal ones: operations on the same patches are then found to be the same."""
+    return made
 
-    outputs = iter(_inline(graph, node, function, sources, value_of))
-    places = [next(outputs) if wanted else None for wanted in mask]
-    for user in list(node.users):
+
+def _replace_backward(graph: fx.Graph, node: fx.Node, value_of: Any) -> None:
+    grad, x, weight, _, *options, mask = node.args
+    made = _grouped(value_of(x), value_of(weight), options, None)
+    users = {user.args[1]: user for user in node.users}
+    layouts = [value for user in users.values() if (value := value_of(user)) is not None]
+    if made is None or mask[2] or not all(value.is_contiguous() for value in layouts):
+        return
+    if 0 in users:
+        shape = tuple(value_of(x).shape)
+        rows = _call(graph, node, made.rows_grad, (grad, weight), shape)
+        users[0].replace_all_uses_with(rows)
+    if 1 in users:
+        patches = _call(graph, node, made.patches, (x,), made.patches_shape)
+        matrices = _call(graph, node, made.weight_grad, (grad, patches), made.weight_shape)
+        users[1].replace_all_uses_with(matrices)
+    for user in users.values():
         assert user.target is operator.getitem
-        place = places[user.args[1]]  # type: ignore[index]
-        if place is not None:
-            user.replace_all_uses_with(place)
         graph.erase_node(user)
     graph.erase_node(node)
 
 
-def _inline(
-    graph: fx.Graph, node: fx.Node, function: Callable[..., Any], sources: list[Any], value_of: Any
-) -> list[fx.Node]:
-    """Write a function's operations before a node; returns the nodes of its outputs."""
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    like = [value_of(source) for source in sources]
-    samples = [
-        torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in like
-    ]
-    inner = make_fx(lambda *given: function(*given), tracing_mode="fake")(*samples).graph
-    places = [place for place in inner.nodes if place.op == "placeholder"]
-    known = dict(zip(places, sources, strict=True))
+def _call(
+    graph: fx.Graph,
+    node: fx.Node,
+    function: Callable[..., Tensor],
+    sources: tuple[Any, ...],
+    shape: tuple[int, ...],
+) -> fx.Node:
+    """Write an operation of ours before a node."""
     with graph.inserting_before(node):
-        for other in inner.nodes:
-            if other.op == "call_function":
-                known[other] = graph.node_copy(other, known.__getitem__)
-    result: Any = next(iter(reversed(inner.nodes))).args[0]
-    return [known[r] for r in (result if isinstance(result, list | tuple) else [result])]
+        made = graph.call_function(function, sources)
+    like = next(source.meta["val"] for source in sources if "val" in source.meta)
+    made.meta["val"] = torch.empty(shape, dtype=like.dtype, device="meta")
+    return made

@@ -225,7 +225,8 @@ def _root(node: fx.Node) -> fx.Node:
 def _is_view(target: Any) -> bool:
     if target is _ATEN._unsafe_view.default:
         return True
-    return any(result.alias_info is not None for result in target._schema.returns)
+    schema = getattr(target, "_schema", None)  # operations of our own have none, and make no views
+    return schema is not None and any(r.alias_info is not None for r in schema.returns)
 
 
 def _same_layout(source: Any, result: Any, root: Any) -> bool:
