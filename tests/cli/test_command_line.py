@@ -45,6 +45,13 @@ def table(tmp_path: Path) -> Path:
     return path
 
 
+def test_a_profile_tells_where_the_time_goes(capsys: pytest.CaptureFixture[str]) -> None:
+    code, text, _ = call(capsys, "run", "fedavg", *QUICK, "--profile")
+    assert code == 0
+    for part in ("plan", "gather", "steps", "reduce", "evaluate", "save", "other"):
+        assert re.search(rf"^ *{part} +\d+\.\d\d +\d+%", text, re.MULTILINE), part
+
+
 def test_run_prints_a_table_and_writes_the_run_folder(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
