@@ -101,11 +101,11 @@ Profiled = Annotated[bool, _option("tell where the time goes; slower on a GPU", 
 Verbose = Annotated[bool, _option("tell which engine was chosen, and why", "--verbose")]
 
 
-def _collect(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _collect(values: dict[str, Any], *own: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Options and method settings: those of the TOML file, overruled by the command line."""
     from handspan.options import read_toml
 
-    values = dict(values)
+    values = {name: value for name, value in values.items() if name not in own}
     config = values.pop("config", None)
     given: dict[str, Any] = {}
     for text in values.pop("settings", None) or []:
@@ -115,10 +115,9 @@ def _collect(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         given[key.strip()] = value.strip()
     options, settings = read_toml(config) if config else ({}, {})
     told = {("learning_rate" if k == "lr" else k): v for k, v in values.items() if v is not None}
-    if "steps" in told:
-        options.pop("epochs", None)
-    if "epochs" in told:
-        options.pop("steps", None)
+    for one, other in (("steps", "epochs"), ("epochs", "steps")):
+        if one in told:
+            options.pop(other, None)
     return {**options, **told}, {**settings, **given}
 
 
@@ -168,13 +167,10 @@ def run(
     profile: Profiled = False,
 ) -> None:
     """Train one method and evaluate it."""
-    own = ("method", "out", "resume", "verbose", "profile")
-    values = {k: v for k, v in locals().items() if k not in (*own, "own")}
+    options = _collect(locals(), "method", "out", "resume", "verbose", "profile")
     from handspan.commands import run_method
 
-    run_method(
-        method, *_collect(values), out=out, resume=resume, verbose=verbose, is_profiled=profile
-    )
+    run_method(method, *options, out=out, resume=resume, verbose=verbose, is_profiled=profile)
 
 
 class _Compare(TyperCommand):
@@ -237,12 +233,12 @@ def compare(
     All runs are on the same terms: same rows, rounds, local work and network.
     """
     own = ("methods", "seeds", "tune", "grid", "equal", "shard", "stage", "out")
-    values = {k: v for k, v in locals().items() if k not in (*own, "own")}
+    options = _collect(locals(), *own)
     from handspan.comparing import compare_methods
 
     compare_methods(
         methods.split(","),
-        *_collect(values),
+        *options,
         seeds=seeds,
         tune=tune,
         grid=grid or [],
