@@ -29,13 +29,13 @@ _MOST_OPERATIONS = 1500
 
 
 class Recorder:
-    """Recordings of steps, by name and shapes."""
+    """Recordings of steps, by name and shapes; ``patience`` is what odd shapes must outlast."""
 
-    def __init__(self) -> None:
+    def __init__(self, patience: int = _CALLS_BEFORE_RECORDING) -> None:
         self._calls: dict[Any, int] = {}
         self._recordings: dict[Any, Replay] = {}
         self._long: set[Any] = set()
-        self._patience = _CALLS_BEFORE_RECORDING
+        self._patience = patience
 
     @property
     def num_recordings(self) -> int:
