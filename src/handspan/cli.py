@@ -232,7 +232,7 @@ def compare(
 
     All runs are on the same terms: same rows, rounds, local work and network.
     """
-    own = ("methods", "seeds", "tune", "grid", "equal", "shard", "stage", "out")
+    own = ("own", "methods", "seeds", "tune", "grid", "equal", "shard", "stage", "out")
     options = _collect(locals(), *own)
     from handspan.comparing import compare_methods
 
