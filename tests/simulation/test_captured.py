@@ -102,10 +102,12 @@ def test_captured_steps_give_the_numbers_of_plain_ones(text, work, device, narro
     compare(got.numbers, Run(made).numbers, 1e-10, "captured against plain")
 
 
-def test_finished_clients_keep_their_state_while_others_go_on(narrow):
+@pytest.mark.parametrize("threshold", [0, 1 << 30])  # blocks become smaller at once, or never
+def test_finished_clients_keep_their_state_while_others_go_on(threshold, monkeypatch):
+    monkeypatch.setattr(captured, "_STEPS_BEFORE_NARROWING", threshold)
     made = build("local", EPOCHS)
     got = Run(made, graphs := TapeGraphs())
-    assert max(map(len, got.graphs)) >= 3, "no block became smaller"
+    assert (max(map(len, got.graphs)) >= 3) == (threshold == 0), "sizes of blocks"
     assert graphs.replays > 10
     compare(got.numbers, Run(made).numbers, 1e-10, "captured against plain")
 
