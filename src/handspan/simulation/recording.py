@@ -61,7 +61,7 @@ class _Writer(TorchDispatchMode):
     def know(self, tensor: Tensor, node: fx.Node) -> None:
         """Note which node stands for a tensor."""
         self._known[id(tensor)] = (weakref.ref(tensor), node)
-        node.meta["val"] = _Description(tensor)
+        node.meta["val"], node.meta["device"] = _described(tensor), tensor.device
 
     def node(self, tensor: Tensor) -> fx.Node:
         """Return the node of a tensor; one that nobody made here is a constant."""
@@ -93,22 +93,6 @@ class _Writer(TorchDispatchMode):
         return results
 
 
-class _Description:
-    """Shape, type, place and strides of a tensor, without its numbers."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
-        self._stride = tensor.stride()
-
-    def stride(self) -> tuple[int, ...]:
-        """Steps of each axis through memory."""
-        return self._stride
-
-    def numel(self) -> int:
-        """Numbers that it holds."""
-        return self.shape.numel()
-
-    def transpose(self, first: int, second: int) -> Tensor:
-        """Return the description of the tensor with two axes exchanged."""
-        like = torch.empty_strided(self.shape, self._stride, dtype=self.dtype, device="meta")
-        return like.transpose(first, second)
+def _described(tensor: Tensor) -> Tensor:
+    """Shape, type and strides of a tensor, without its numbers."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")

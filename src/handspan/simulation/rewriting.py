@@ -44,8 +44,8 @@ def rewrite(module: Recording, constants: dict[int, Tensor], fuse: bool) -> None
 
 
 def _is_on_gpu(graph: fx.Graph) -> bool:
-    values = [value_of(node) for node in graph.nodes if node.op == "placeholder"]
-    return any(value is not None and value.device.type == "cuda" for value in values)
+    places = (node.meta.get("device") for node in graph.nodes if node.op == "placeholder")
+    return any(place is not None and place.type == "cuda" for place in places)
 
 
 def writes(node: fx.Node) -> bool:
@@ -117,7 +117,10 @@ def _fold_constants(module: Recording) -> None:
             if value is None:
                 continue
             result = torch.full(
-                tuple(value.shape), _FILLED[node.target], dtype=value.dtype, device=value.device
+                tuple(value.shape),
+                _FILLED[node.target],
+                dtype=value.dtype,
+                device=node.meta["device"],
             )
         elif all(source.op == "get_attr" for source in node.all_input_nodes):
             known = {n: getattr(module, str(n.target)) for n in node.all_input_nodes}
