@@ -32,7 +32,11 @@ VARIANTS = {
         "span:race=false",
         "span:race=false:cut=false:scaled=false:offset=false:factor=hidden.*",
     ),
-    "fedmgs": ("fedmgs:num_components=3:constants=paper:penalty_tolerance=0.9",),
+    "fedmavg": ("fedmavg:num_components=2:missing=true:idle_clients=freeze:gap_tolerance=1e-9",),
+    "fedmgs": (
+        "fedmgs:num_components=3:constants=paper:penalty_tolerance=0.9",
+        "fedmgs:num_components=2:start=zero:sampling=weighted:row_set=simplex:gap_tolerance=1e-9",
+    ),
     "pflmf": (
         "pflmf:rank=2:scaled=true:affine=true:v_for_basis=new",
         "pflmf:rank=2:factor=head:upload=rank_one:weights=examples",

@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 import torch
+from factoring import flat
 
 from handspan.testing.oracles.fedmgs import fedmgs, objective
 from handspan.testing.oracles.palm import palm
@@ -26,11 +27,6 @@ def problem_of(run):
         "nu": config.shrinkage * size,
         "constants": config.constants,
     }
-
-
-def flat(run):
-    rows, num = run.clients.rows, run.data.num_train.tolist()
-    return [rows[i, :n].numpy().T for i, n in enumerate(num)]
 
 
 CASES = (

@@ -9,13 +9,16 @@ Map
     Eq. 31      row_steps   upload HH^T and XH^T, as differences to what was sent before
     Eqs. 29-30  combine     Q2 projected gradient steps on W from the running sums alone
     Eq. 37      combine     SNCP: rho grows by 1.5 when the objective has come to rest
+    Eqs. 21-22  gap_phase   stationarity gaps, where a tolerance asks for them
 
 Deviations
     Clients upload differences and compute their old sums from the stored H, so that the server
-    keeps running sums only: W, HH^T, XH^T. The first round takes one upload of everybody's sums.
+    keeps running sums only: W, HH^T, XH^T. The first round takes one upload of everybody's sums,
+    or H = 0 (``start=zero``). A client drawn twice (``sampling=weighted``) works and counts once.
     ``constants=paper``: c and d as printed, gamma = 1 and without the regulariser; ``safe``: 0.51
     of the true Lipschitz constants, so that F descends. Labels are argmax_k h_jk; a row that is
     all zero takes the nearest column of W. Start: W, H = sqrt(mean |X| / K) * U[0, 1).
+    ``row_set=assignment`` finds one-hot rows and W exactly: federated k-means (Lloyd).
 
 References
 ----------
@@ -31,91 +34,59 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from handspan.core import keys
-from handspan.core.algorithm import Algorithm, Cohort, Phase, Reduced, Stacked, Stage
+from handspan.core.algorithm import Algorithm, Cohort, Phase, Reduced, Stage
 from handspan.core.data import Batch, ClientData, Population, Round
-from handspan.core.errors import HandspanError
-from handspan.core.method import Method, MethodConfig, Setting
+from handspan.core.method import Method, Setting
 from handspan.core.records import Record
-from handspan.numerics.projected import projected_steps
-from handspan.numerics.scanning import Scan, scan_phase
+from handspan.numerics.factorization.gaps import gap_phase
+from handspan.numerics.factorization.problem import (
+    REVEALS,
+    FactorBroadcast,
+    FactorClient,
+    FactorConfig,
+    Factorization,
+    FactorServer,
+    fit_from_sums,
+    inverse,
+    largest,
+)
+from handspan.numerics.scanning import scan_phase
 from handspan.numerics.sparse import times, transposed_times
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedMgsConfig(MethodConfig):
+class FedMgsConfig(FactorConfig):
     """Settings of FedMGS."""
 
-    num_components: int = 10
-    """Columns K of W: topics, clusters."""
     row_steps: int = 10
     """Projected steps Q1 on H in a round."""
     shared_steps: int = 10
     """Projected steps Q2 on W in a round."""
-    constants: str = "safe"
-    """Step sizes: ``safe`` (0.51 of the Lipschitz constants) or ``paper`` (as printed)."""
-    orthogonality: float = 1e-8
-    """rho over |X|^2 / N: how strongly a row is pushed to one component."""
-    shrinkage: float = 1e-10
-    """nu over |X|^2 / N."""
-    penalty_growth: float = 1.5
-    """Factor of rho when the objective rests (SNCP); 1 keeps rho."""
-    penalty_tolerance: float = 5e-5
-    """Relative change of the objective below which it rests."""
-    stop_tolerance: float = 1e-8
-    """Relative change below which the run ends; 0 never."""
-    non_negative: bool = False
-    """Keep W >= 0 as well; negative data are refused then."""
+    start: str = "upload"
+    """First sums: ``upload`` (of all clients, once) or ``zero`` (H = 0: nobody sends any)."""
+    sampling: str = "uniform"
+    """Cohorts: ``uniform`` without replacement, or ``weighted`` by rows with replacement."""
 
     def __post_init__(self) -> None:
         """Refuse unknown choices."""
-        self.one_of("constants", ("safe", "paper"))
-        for name in ("num_components", "row_steps", "shared_steps"):
+        super().__post_init__()
+        for name in ("row_steps", "shared_steps"):
             self.at_least(name, 1)
-        for name in ("orthogonality", "shrinkage", "penalty_tolerance", "stop_tolerance"):
-            self.at_least(name, 0)
-        self.at_least("penalty_growth", 1)
+        self.one_of("start", ("upload", "zero"))
+        self.one_of("sampling", ("uniform", "weighted"))
 
 
-class FedMgsServer(Record):
-    """W, the running sums of all clients, and the numbers that the objective needs."""
+class FedMgsServer(FactorServer):
+    """W, and the running sums of all clients."""
 
-    basis: Tensor  # (M, K), W
     hh: Tensor  # (K, K), sum of h h^T
     xh: Tensor  # (M, K), sum of x h^T
-    num_rows: Tensor  # () N
-    square_norm: Tensor  # () |X|^2
-    low: Tensor  # () box of W
-    high: Tensor
-    penalty: Tensor  # () rho
-    shrinkage: Tensor  # () nu
-    objective: Tensor  # () F after the last round
-    change: Tensor  # () relative change of F in the last round
-    scale: Tensor  # () of the random start; 1 once that is made
 
 
-class FedMgsBroadcast(Record):
-    """W and the numbers of the round."""
+class FedMgsBroadcast(FactorBroadcast):
+    """W, the numbers of the round, and how often a client was drawn."""
 
-    basis: Tensor
-    num_rows: Tensor
-    penalty: Tensor
-    shrinkage: Tensor
-    scale: Tensor
-
-
-class FedMgsClient(Record):
-    """One row of H for each data row."""
-
-    rows: Tensor  # (num, K)
-
-
-class FedMgsWorking(Record):
-    """H, and what goes up."""
-
-    rows: Tensor
-    hh: Tensor
-    xh: Tensor
+    share: Tensor | None  # () of each client: 1 / multiplicity
 
 
 class FedMgsUpload(Record):
@@ -125,244 +96,184 @@ class FedMgsUpload(Record):
     xh: Tensor  # (M, K)
 
 
+class FedMgsWorking(Record):
+    """H, and what goes up."""
+
+    rows: Tensor
+    sent: FedMgsUpload
+
+
 def build(setting: Setting, config: FedMgsConfig) -> Algorithm:
     """Compose the algorithm."""
-    if len(setting.row_shape) != 1:
-        raise HandspanError("fedmgs factorises tables: give rows of one axis (flatten images)")
     method = _FedMgs(config, setting)
-    sums = Stage(step=method.row_steps, steps=1, models=config.row_steps, sparse=True)
-    start = Stage(step=method.sums_at_start, steps=1, sparse=True, forward_only=True)
-    reveals = "a client with no more rows than components shows them"
+    start = Phase(
+        name="start",
+        broadcast=method.broadcast,
+        begin=method.begin,
+        stages=(Stage(step=method.sums_at_start, steps=1, sparse=True, forward_only=True),),
+        end=method.end,
+        combine=method.take_start,
+        computes="all",
+        uploads="all",
+        cohort_update=method.cohort_start,
+        infers=REVEALS,
+    )
+    factorise = Phase(
+        name="factorise",
+        broadcast=method.broadcast_round,
+        begin=method.begin,
+        stages=(Stage(step=method.local_steps, steps=1, models=config.row_steps, sparse=True),),
+        end=method.end,
+        combine=method.combine,
+        per_client=frozenset({"share"} if method.may_repeat else ()),
+        cohort_update=method.cohort_update,
+        infers=REVEALS,
+    )
+    gaps = gap_phase(method, method.constant, lambda server: (server.hh, server.xh))
     return Algorithm(
         name="fedmgs",
         init_server=method.init_server,
         init_client=method.init_client,
         setup=(
             scan_phase(setting.scalar, method.take_scan),
-            Phase(
-                name="start",
-                broadcast=method.broadcast,
-                begin=method.begin,
-                stages=(start,),
-                end=method.end,
-                combine=method.take_start,
-                computes="all",
-                uploads="all",
-                cohort_update=method.cohort_start,
-                infers=reveals,
-            ),
+            *((start,) if config.start == "upload" else ()),
         ),
-        rounds=(
-            Phase(
-                name="factorise",
-                broadcast=method.broadcast,
-                begin=method.begin,
-                stages=(sums,),
-                end=method.end,
-                combine=method.combine,
-                cohort_update=method.cohort_update,
-                infers=reveals,
-            ),
-        ),
+        rounds=(factorise, *((gaps,) if config.gap_tolerance else ())),
         model=None,
+        deploy=method.broadcast,
         labels=method.labels,
         per_row=frozenset({"rows"}),
-        done=lambda server: bool(server.change < config.stop_tolerance),
-        describe=lambda server: {
-            "objective": float(server.objective),
-            "num_components": float(config.num_components),
-        },
+        sampling="weighted" if method.may_repeat else "fixed",
+        done=method.done,
+        describe=method.describe,
     )
 
 
 @dataclass(frozen=True)
-class _FedMgs:
+class _FedMgs(Factorization):
     """The functions of the algorithm, bound to one problem."""
 
     config: FedMgsConfig
     setting: Setting
 
-    def init_server(self, key: Tensor, population: Population) -> FedMgsServer:
-        """Draw W in [0, 1); its scale and box follow from the scan."""
-        zero, size = self.setting.scalar.double(), self.config.num_components
-        if size > (rows := int(population.num_examples.sum())):
-            raise HandspanError(f"num_components {size} exceeds the {rows} rows: lower it")
-        draw = keys.uniform(keys.fold(key, "basis"), (self.setting.row_shape[0], size))
-        nothing = zero.new_zeros(size, size)
-        total = population.num_examples.sum().to(zero)
-        return FedMgsServer(
-            basis=draw.to(zero),
-            hh=nothing,
-            xh=zero.new_zeros(self.setting.row_shape[0], size),
-            num_rows=total,
-            square_norm=zero,
-            low=zero,
-            high=zero,
-            penalty=zero,
-            shrinkage=zero,
-            objective=torch.full_like(zero, torch.inf),
-            change=torch.full_like(zero, torch.inf),
-            scale=torch.ones_like(zero),
-        )
+    @property
+    def may_repeat(self) -> bool:
+        """Whether a client may be drawn twice; m = P is full participation."""
+        is_part = self.setting.cohort < self.setting.num_clients
+        return self.config.sampling == "weighted" and is_part
 
-    def init_client(self, key: Tensor, data: ClientData) -> FedMgsClient:
-        """Draw H in [0, 1)."""
-        shape = (int(data.num.max()), self.config.num_components)
-        draw = keys.uniform(keys.fold(data.key, "rows"), shape)
-        return FedMgsClient(rows=draw.to(self.setting.scalar))
+    def init_server(self, key: Tensor, population: Population) -> FedMgsServer:
+        """Draw W; there are no sums yet."""
+        fields = self.first_server(key, population)
+        size, basis = self.config.num_components, fields["basis"]
+        return FedMgsServer(**fields, hh=basis.new_zeros(size, size), xh=torch.zeros_like(basis))
+
+    def init_client(self, key: Tensor, data: ClientData) -> FactorClient:
+        """Draw H in [0, 1), or begin with H = 0."""
+        client = super().init_client(key, data)
+        if self.config.start == "upload":
+            return client
+        return FactorClient(rows=torch.zeros_like(client.rows))
 
     # -- set-up ------------------------------------------------------------------------------
 
-    def take_scan(self, server: FedMgsServer, r: Stacked, round: Round) -> FedMgsServer:
-        """Box, penalties and scale of the start."""
-        scan: Scan = r.uploads
-        square = scan.square_norm.double().sum()
-        entries = server.num_rows * len(server.basis)
-        scale = torch.sqrt(scan.total.double().sum() / entries / self.config.num_components)
-        low = scan.low.min().double()
-        if self.config.non_negative and bool(low < 0):
-            raise HandspanError("non_negative=true needs data without negative entries")
-        return dataclasses.replace(
-            server,
-            basis=server.basis * scale,
-            square_norm=square,
-            low=low.clamp(min=0) if self.config.non_negative else low,
-            high=scan.high.max().double(),
-            penalty=self.config.orthogonality * square / server.num_rows,
-            shrinkage=self.config.shrinkage * square / server.num_rows,
-            scale=scale,
-        )
-
-    def sums_at_start(self, b: FedMgsBroadcast, k: FedMgsWorking, batch: Batch) -> FedMgsWorking:
-        """Scale H, and sum."""
-        rows = k.rows * b.scale * batch.weight.unsqueeze(1)
-        return FedMgsWorking(rows=rows, hh=rows.T @ rows, xh=transposed_times(batch.x, rows))
+    def sums_at_start(self, b: FactorBroadcast, k: FedMgsWorking, batch: Batch) -> FedMgsWorking:
+        """Scale H, bring it into its set, and sum."""
+        rows = self.first_rows(b, k.rows, batch.x) * batch.weight.unsqueeze(1)
+        sent = FedMgsUpload(hh=rows.T @ rows, xh=transposed_times(batch.x, rows))
+        return FedMgsWorking(rows=rows, sent=sent)
 
     def cohort_start(
-        self, b: FedMgsBroadcast, client: FedMgsClient, cohort: Cohort
-    ) -> tuple[FedMgsClient, FedMgsUpload]:
+        self, b: FactorBroadcast, client: FactorClient, cohort: Cohort
+    ) -> tuple[FactorClient, FedMgsUpload]:
         """Run ``sums_at_start`` on flat rows."""
-        rows = client.rows * b.scale
+        rows = self.first_rows(b, client.rows, cohort.x)
         sent = rows * cohort.weights[cohort.segment.cpu()].to(rows).unsqueeze(1)
-        return FedMgsClient(rows=rows), FedMgsUpload(
+        return FactorClient(rows=rows), FedMgsUpload(
             hh=sent.T @ rows, xh=transposed_times(cohort.x, sent)
         )
 
     def take_start(self, server: FedMgsServer, r: Reduced, round: Round) -> FedMgsServer:
         """Take the sums of all clients."""
         total: FedMgsUpload = r.total
-        server = dataclasses.replace(
-            server,
-            hh=total.hh.to(server.hh),
-            xh=total.xh.to(server.xh),
-            scale=torch.ones_like(server.scale),
-        )
-        return dataclasses.replace(server, objective=self.objective(server))
+        one = torch.ones_like(server.scale)
+        hh, xh = total.hh.to(server.hh), total.xh.to(server.xh)
+        server = dataclasses.replace(server, hh=hh, xh=xh, scale=one)
+        return dataclasses.replace(server, objective=self.objective(server, self.fit(server), hh))
 
     # -- rounds ------------------------------------------------------------------------------
 
-    def broadcast(self, server: FedMgsServer, round: Round) -> FedMgsBroadcast:
-        """Send W. The server computes in float64: running sums must not drift."""
-        like = self.setting.scalar
-        return FedMgsBroadcast(
-            basis=server.basis.to(like),
-            num_rows=server.num_rows.to(like),
-            penalty=server.penalty.to(like),
-            shrinkage=server.shrinkage.to(like),
-            scale=server.scale.to(like),
-        )
+    def broadcast_round(self, server: FedMgsServer, round: Round) -> FedMgsBroadcast:
+        """Send W; to clients that may be drawn twice also their share of one upload."""
+        share = (1 / round.multiplicity.double()).to(self.setting.scalar)
+        plain = vars(self.broadcast(server, round))
+        return FedMgsBroadcast(**plain, share=share if self.may_repeat else None)
 
-    def begin(self, b: FedMgsBroadcast, client: FedMgsClient, data: ClientData) -> FedMgsWorking:
+    def begin(self, b: FactorBroadcast, client: FactorClient, data: ClientData) -> FedMgsWorking:
         """Start from the stored H."""
         size = self.config.num_components
-        return FedMgsWorking(
-            rows=client.rows,
-            hh=b.basis.new_zeros(size, size),
-            xh=torch.zeros_like(b.basis),
-        )
+        nothing = FedMgsUpload(hh=b.basis.new_zeros(size, size), xh=torch.zeros_like(b.basis))
+        return FedMgsWorking(rows=client.rows, sent=nothing)
 
-    def row_steps(self, b: FedMgsBroadcast, k: FedMgsWorking, batch: Batch) -> FedMgsWorking:
+    def local_steps(self, b: FedMgsBroadcast, k: FedMgsWorking, batch: Batch) -> FedMgsWorking:
         """Q1 projected steps on H, then the change of the sums."""
         real = batch.weight.unsqueeze(1)
         old = k.rows * real
-        new = self.descend(b, old, times(batch.x, b.basis)) * real
-        return FedMgsWorking(
-            rows=new,
-            hh=new.T @ new - old.T @ old,
-            xh=transposed_times(batch.x, new - old),
-        )
-
-    def descend(self, b: FedMgsBroadcast, rows: Tensor, projected: Tensor) -> Tensor:
-        """Eq. 28 for rows of H; ``projected`` is X W. Gradient: (2/N)(H W^T W - X W) + H P."""
-        products = b.basis.T @ b.basis
-        eye = torch.eye(len(products), dtype=products.dtype, device=products.device)
-        ones = torch.ones_like(products)
-        penalty = b.penalty * (ones - eye) + b.shrinkage * eye  # of R_H, Eq. 36
-        curvature = 2 * products / b.num_rows + penalty
-        # c_p of the paper, in units of F: lambda_max(W^T W) / N; all clients share one W.
-        largest = products / b.num_rows if self.config.constants == "paper" else 0.51 * curvature
-        return projected_steps(
-            rows,
-            curvature,
-            2 * projected / b.num_rows,
-            curvature=largest,
-            steps=self.config.row_steps,
-            low=torch.zeros_like(b.scale),
-        )
+        new = self.row_steps(b, old, times(batch.x, b.basis), self.config.row_steps) * real
+        share = torch.ones_like(b.scale) if b.share is None else b.share
+        hh = share * (new.T @ new - old.T @ old)
+        xh = transposed_times(batch.x, share * (new - old))
+        return FedMgsWorking(rows=new, sent=FedMgsUpload(hh=hh, xh=xh))
 
     def cohort_update(
-        self, b: FedMgsBroadcast, client: FedMgsClient, cohort: Cohort
-    ) -> tuple[FedMgsClient, FedMgsUpload]:
-        """Run ``row_steps`` on flat rows: one sparse product for the cohort, each way."""
+        self, b: FedMgsBroadcast, client: FactorClient, cohort: Cohort
+    ) -> tuple[FactorClient, FedMgsUpload]:
+        """Run ``local_steps`` on flat rows: one sparse product for the cohort, each way."""
         old = client.rows
-        new = self.descend(b, old, times(cohort.x, b.basis))
-        weight = cohort.weights[cohort.segment.cpu()].to(new).unsqueeze(1)
+        new = self.row_steps(b, old, times(cohort.x, b.basis), self.config.row_steps)
+        weight = cohort.weights if b.share is None else cohort.weights * b.share.cpu().double()
+        weight = weight[cohort.segment.cpu()].to(new).unsqueeze(1)
         change = (new - old) * weight
         hh = (new * weight).T @ new - (old * weight).T @ old
-        return FedMgsClient(rows=new), FedMgsUpload(hh=hh, xh=transposed_times(cohort.x, change))
+        return FactorClient(rows=new), FedMgsUpload(hh=hh, xh=transposed_times(cohort.x, change))
 
     def end(
-        self, b: FedMgsBroadcast, k: FedMgsWorking, data: ClientData
-    ) -> tuple[FedMgsClient, FedMgsUpload]:
+        self, b: FactorBroadcast, k: FedMgsWorking, data: ClientData
+    ) -> tuple[FactorClient, FedMgsUpload]:
         """Keep H; upload the change of the sums."""
-        return FedMgsClient(rows=k.rows), FedMgsUpload(hh=k.hh, xh=k.xh)
+        return FactorClient(rows=k.rows), k.sent
 
     def combine(self, server: FedMgsServer, r: Reduced, round: Round) -> FedMgsServer:
         """Q2 projected steps on W (Eq. 30), then the penalty schedule."""
         change: FedMgsUpload = r.total
         hh = server.hh + change.hh.to(server.hh)
         xh = server.xh + change.xh.to(server.xh)
+        server = dataclasses.replace(server, hh=hh, xh=xh)
+        server = dataclasses.replace(server, basis=self.basis_steps(server))
+        return self.known(server, self.fit(server), hh, round)
+
+    def constant(self, server: FedMgsServer, hh: Tensor) -> Tensor:
+        """d: lambda_max(HH^T) / N in units of F, and 0.51 of the Lipschitz constant."""
+        share = 0.5 if self.config.constants == "paper" else 0.51
+        return share * largest(2 * hh / server.num_rows)
+
+    def basis_steps(self, server: FedMgsServer) -> Tensor:
+        """Take Q2 projected steps on W; beside one-hot rows the means are exact."""
+        basis, hh, xh = server.basis, server.hh, server.xh
+        if self.config.row_set == "assignment":
+            count = hh.diagonal()
+            means = torch.where(count > 0, xh / count.clamp(min=1), basis)
+            return self.project(means, server.low, server.high)
         quadratic, linear = 2 * hh / server.num_rows, 2 * xh / server.num_rows  # G1, G2 (Eq. 29)
-        basis = projected_steps(
-            server.basis,
-            quadratic,
-            linear,
-            curvature=(0.5 if self.config.constants == "paper" else 0.51) * quadratic,
-            steps=self.config.shared_steps,
-            low=server.low,
-            high=server.high,
-        )
-        server = dataclasses.replace(server, basis=basis, hh=hh, xh=xh)
-        objective = self.objective(server)
-        relative = (objective - server.objective).abs() / server.objective.abs()
-        rests = relative < self.config.penalty_tolerance
-        penalty = torch.where(rests, server.penalty * self.config.penalty_growth, server.penalty)
-        server = dataclasses.replace(server, penalty=penalty, change=relative)
-        # F at the new penalty, so that the next change compares like with like.
-        return dataclasses.replace(server, objective=self.objective(server))
+        step = inverse(self.constant(server, hh))
+        for _ in range(self.config.shared_steps):
+            slope = basis @ quadratic - linear
+            basis = self.project(basis - step * slope, server.low, server.high)
+        return basis
 
-    def objective(self, server: FedMgsServer) -> Tensor:
-        """F(W, H) from the running sums alone."""
-        basis, hh = server.basis, server.hh
-        fit = server.square_norm - 2 * (basis * server.xh).sum() + (basis.T @ basis * hh).sum()
-        spread = (hh.sum() - hh.trace()) * server.penalty / 2
-        return fit / server.num_rows + spread + server.shrinkage / 2 * hh.trace()
-
-    def labels(self, b: FedMgsBroadcast, client: FedMgsClient, batch: Batch) -> Tensor:
-        """Component of each row: the largest of h_j; of an all-zero h_j the nearest column."""
-        rows = client.rows
-        distance = (b.basis * b.basis).sum(0) - 2 * times(batch.x, b.basis)
-        return torch.where(rows.amax(1) > 0, rows.argmax(1), distance.argmin(1))
+    def fit(self, server: FedMgsServer) -> Tensor:
+        """|X - WH|^2 from the running sums alone."""
+        return fit_from_sums(server.square_norm, server.basis, server.hh, server.xh)
 
 
 METHOD = Method(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -22,6 +23,15 @@ def transposed_times(x: Any, matrix: Tensor) -> Tensor:
     if isinstance(x, Csr):
         return _product(x, matrix, transposed=True)
     return x.T @ matrix
+
+
+def residual(x: Any, rows: Tensor, basis: Tensor) -> Any:
+    """``rows @ basis.T - x`` where x is known: its stored entries, or those that are not 0."""
+    if not isinstance(x, Csr):
+        return torch.where(x != 0, rows @ basis.T - x, torch.zeros_like(x))
+    owner = torch.repeat_interleave(torch.arange(len(x)), x.indptr.diff())
+    fitted = (rows[owner] * basis[x.indices]).sum(1)
+    return dataclasses.replace(x, values=fitted - x.values)
 
 
 def entries(x: Any, weight: Tensor, padding: float = 0.0) -> Tensor:

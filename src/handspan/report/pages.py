@@ -149,14 +149,15 @@ PARTS: dict[str, Callable[[str], str]] = {
 
 def field_docs(config: type[MethodConfig]) -> dict[str, str]:
     """Return the string that stands below each field of a configuration class."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(config)))
-    body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
     found: dict[str, str] = {}
-    for field, below in itertools.pairwise(body):
-        if not isinstance(field, ast.AnnAssign) or not isinstance(field.target, ast.Name):
-            continue
-        if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
-            found[field.target.id] = " ".join(str(below.value.value).split())
+    for part in reversed([cls for cls in config.__mro__ if issubclass(cls, MethodConfig)]):
+        tree = ast.parse(textwrap.dedent(inspect.getsource(part)))
+        body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
+        for field, below in itertools.pairwise(body):
+            if not isinstance(field, ast.AnnAssign) or not isinstance(field.target, ast.Name):
+                continue
+            if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+                found[field.target.id] = " ".join(str(below.value.value).split())
     missing = [field.name for field in dataclasses.fields(config) if field.name not in found]
     if missing:
         raise HandspanError(f"{config.__name__}.{missing[0]} has no string that explains it")

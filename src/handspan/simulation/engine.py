@@ -57,10 +57,11 @@ def choose_engine(
         )
     if engine not in ("auto", "steady"):
         return EngineChoice(engine=engine, block_size=size, threads=available)
+    # A phase without stages looks at no rows: any form of them suits it.
+    is_flat = all(phase.cohort_update is not None for phase in algorithm.rounds if phase.stages)
     if isinstance(data.x, Csr) and any(s.sparse for p in algorithm.rounds for s in p.stages):
-        if any(phase.cohort_update is None for phase in algorithm.rounds):
+        if not is_flat:
             return EngineChoice(engine="loop", block_size=size, threads=threads or 1)
-    is_flat = all(phase.cohort_update is not None for phase in algorithm.rounds)
     # On a GPU large blocks win by far: there is nothing to try.
     if engine == "steady" or is_flat or on_gpu:
         name = "stacked" if is_flat or on_gpu or not _is_ragged(data) else "loop"

@@ -25,7 +25,8 @@ Arguments that the modules share:
     ``batches(round, phase, stage, client)`` gives the integer row indices of each local step in
     order. Rounds count from 0, the phase is ``"train"`` (``"local"`` in `local`), and stages
     count from 0 in the order in which the client runs them. (`finetune` concerns one client once
-    and takes the list itself; `fedmgs` and `palm` always use all columns of their matrices.)
+    and takes the list itself; `fedmavg`, `fedmgs`, `fedpalm` and `palm` always use all columns of
+    their matrices.)
 ``gradient``
     ``gradient(params, x, y)``: the gradient of the mean loss of these rows, with the names of
     ``params``. `models` has two models with hand-written back-propagation.
@@ -63,7 +64,9 @@ __all__ = [
     "fedbasis",
     "fedbn",
     "fedem",
+    "fedmavg",
     "fedmgs",
+    "fedpalm",
     "fedper",
     "fedprox",
     "fedrep",

@@ -1,0 +1,1 @@
+"""What the matrix factorisations share: the objective, its steps, sets, the start, the penalty."""
