@@ -896,6 +896,16 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     *_of(
         "shared",
+        "simulation/kernels.py",
+        ("a momentum is forgotten", "if beta != 1:", "if False:"),
+        (
+            "a step of full size",
+            '{"alpha": node.kwargs.get("alpha", 1)}',
+            '{"alpha": 1}',
+        ),
+    ),
+    *_of(
+        "shared",
         "simulation/plans.py",
         ("padding counts", "real = (place < size.unsqueeze(2)) &", "real = (place < width) &"),
         (
@@ -916,7 +926,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     *_of(
         "shared",
-        "simulation/workers.py",
+        "simulation/jobs.py",
         (
             "a chunk ends too early",
             "torch.searchsorted(count, marks) + 1)",

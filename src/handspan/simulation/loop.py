@@ -13,7 +13,15 @@ from torch import Tensor
 
 from handspan.core.algorithm import Phase, Stage, client_update
 from handspan.core.data import Batch, ClientData, Csr, FederatedData
-from handspan.core.records import Record, field_names, from_named, stack, take, to_named
+from handspan.core.records import (
+    Record,
+    field_names,
+    from_named,
+    map_tensors,
+    stack,
+    take,
+    to_named,
+)
 from handspan.simulation import profile
 from handspan.simulation.plans import Block, Blocks
 from handspan.simulation.tracing import Recorder, Steps
@@ -66,7 +74,7 @@ class LoopExecutor:
         states = [self._pad(state, int(block.num.max())) for state, _ in results]
         uploads = [upload for _, upload in results]
         self._flat = None
-        return stack(states), None if uploads[0] is None else stack(uploads)
+        return _together(states), None if uploads[0] is None else _together(uploads)
 
     def select(self, phase: Phase, broadcast: Any, j: int) -> Any:
         """Return what client j of the block receives."""
@@ -155,6 +163,13 @@ class LoopExecutor:
             side = None if about.side is None else about.side[j]
             outputs.append(function(mine, take(clients, j), x, side))
         return torch.cat(outputs)
+
+
+def _together(records: list[Any]) -> Any:
+    """Records side by side; a single one is not copied."""
+    if len(records) > 1:
+        return stack(records)
+    return map_tensors(lambda tensor: tensor.unsqueeze(0), records[0])
 
 
 def make_batch(
@@ -247,7 +262,7 @@ class _Replayed:
         """Make a step; between steps the working record is flat."""
         if self._steps is None:
             self._steps = self._start(broadcast, working)
-        count = len(given[0])
+        count = given[0].shape[0]  # len() of a tensor takes long
         self._steps.run(
             given,
             count,

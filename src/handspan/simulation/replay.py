@@ -13,10 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from handspan.simulation.kernels import TURNED
 from handspan.simulation.recording import Recording
 from handspan.simulation.rewriting import is_mutable, value_of
 
 _ATEN = torch.ops.aten
+
+
+def _direct(operation: Any) -> Callable[..., Any]:
+    """The operation without the Python function around it."""
+    return getattr(operation, "_op", operation)
+
+
+_threshold_backward = _direct(_ATEN.threshold_backward.grad_input)
 # Torch's own bindings of common operations cost half as much per call as ``torch.ops``.
 _BINDINGS: dict[Any, Callable[..., Any]] = {
     _ATEN.addcmul.default: torch.addcmul,
@@ -59,9 +68,7 @@ _IN_PLACE: dict[Any, tuple[Callable[..., Any], tuple[int, ...]]] = {
     _ATEN.sub.Tensor: (Tensor.sub_, (0,)),
     _ATEN.tanh.default: (torch.tanh_, (0,)),
     _ATEN.threshold_backward.default: (
-        lambda grad, out, limit: _ATEN.threshold_backward.grad_input(
-            grad, out, limit, grad_input=grad
-        ),
+        lambda grad, out, limit: _threshold_backward(grad, out, limit, grad_input=grad),
         (0,),
     ),
 }
@@ -79,6 +86,8 @@ class Replay:
         Overwrites the arguments in ``owned``.
     owned
         State arguments whose new values no other tensor shares, by position in the state.
+    turned
+        Those of them, matrices, that had better lie column by column.
     used
         Positions of the arguments that matter.
     num_operations
@@ -94,6 +103,10 @@ class Replay:
         self.num_operations = sum(node.op == "call_function" for node in self._nodes)
         self._pure = not any(map(is_mutable, self._nodes))
         self.owned = self._find_owned() if state else frozenset()
+        self.turned = frozenset(
+            j for j in self.owned if self._places[state[j]].meta.get(TURNED, False)
+        )
+        self._turned: dict[int, tuple[Tensor, Tensor]] = {}
         mutable = {self._places[state[position]] for position in self.owned}
         self.fresh = self._compile(set())
         self.moving = self._compile(mutable) if mutable else self.fresh
@@ -101,6 +114,23 @@ class Replay:
     def __call__(self, *leaves: Tensor) -> list[Tensor]:
         """Perform the operations; the arguments stay as they are."""
         return self.fresh(*leaves)
+
+    def laid_out(self, state: list[Tensor]) -> list[Tensor]:
+        """Return a state that ``moving`` may overwrite, and that lies as it should."""
+        return [
+            self._turn(position, value).clone() if position in self.owned else value
+            for position, value in enumerate(state)
+        ]
+
+    def _turn(self, position: int, value: Tensor) -> Tensor:
+        """Turn a matrix that had better be turned; that of a broadcast, once for all clients."""
+        if position not in self.turned:
+            return value
+        before = self._turned.get(position)
+        if before is None or before[0] is not value:
+            turned = value.t().clone(memory_format=torch.contiguous_format).t()
+            self._turned[position] = before = (value, turned)
+        return before[1]
 
     def _find_owned(self) -> frozenset[int]:
         outputs: Any = self._nodes[-1].args[0]
@@ -136,7 +166,7 @@ class Replay:
         if node.target is operator.getitem:
             return f"{names[node.args[0]]}[{node.args[1]!r}]"  # type: ignore[index]
         target: Any = node.target
-        function, arguments = _BINDINGS.get(target, target), list(node.args)
+        function, arguments = _BINDINGS.get(target, _direct(target)), list(node.args)
         overwritten = storage.overwritten(node)
         if overwritten is not None:
             function = _IN_PLACE[target][0]

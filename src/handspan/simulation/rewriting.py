@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from handspan.simulation.convolutions import use_products
+from handspan.simulation.kernels import use_cpu_kernels
 from handspan.simulation.recording import Recording
 
 _ATEN = torch.ops.aten
@@ -32,7 +33,8 @@ def rewrite(module: Recording, constants: dict[int, Tensor], fuse: bool) -> None
     if any(map(writes, graph.nodes)):  # what is written to is neither constant nor shared
         return
     _insert_constants(module, constants)
-    if fuse and _is_on_gpu(graph):
+    on_gpu = _is_on_gpu(graph)
+    if fuse and on_gpu:
         use_products(graph, value_of)
     _drop_what_changes_nothing(graph)
     graph.eliminate_dead_code()
@@ -40,6 +42,8 @@ def rewrite(module: Recording, constants: dict[int, Tensor], fuse: bool) -> None
     _join_repetitions(graph)
     if fuse:
         _fuse_updates(graph)
+    if fuse and not on_gpu:
+        use_cpu_kernels(graph, value_of)
     graph.eliminate_dead_code()
 
 
@@ -86,6 +90,11 @@ def _drop_what_changes_nothing(graph: fx.Graph) -> None:
         if _is_idle(node, source):
             node.replace_all_uses_with(source)
             graph.erase_node(node)
+        elif _drops_an_axis(node, source):
+            source.args = source.args[:2]  # which keeps no axis
+            source.meta["val"] = value_of(node)
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
         elif node.target in _TURNS and source.target in _TURNS and _axes(node) == _axes(source):
             node.replace_all_uses_with(source.args[0])  # type: ignore[arg-type]
             graph.erase_node(node)
@@ -105,6 +114,15 @@ def _is_idle(node: fx.Node, source: fx.Node) -> bool:
     if node.target in _SAME_SHAPE:
         return shape_of(node) is not None and shape_of(node) == shape_of(source)
     return node.target is _ATEN.mul.Scalar and node.args[1] == 1
+
+
+def _drops_an_axis(node: fx.Node, source: fx.Node) -> bool:
+    """Whether a view takes away the axis that the sum before it has kept."""
+    is_sum = source.target is _ATEN.sum.dim_IntList and len(source.users) == 1
+    if not is_sum or node.target is not _ATEN.view.default or not source.kwargs == {}:
+        return False
+    whole = shape_of(source.args[0])
+    return source.args[1:] == ([0], True) and whole is not None and shape_of(node) == whole[1:]
 
 
 def _fold_constants(module: Recording) -> None:

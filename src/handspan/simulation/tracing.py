@@ -194,6 +194,9 @@ class Steps:
                 return
             self._known[shape] = replay
         is_mine = not keep and replay.owned <= self._owned
+        if replay.turned and not is_mine and not keep:
+            self.state, is_mine = replay.laid_out(self.state), True
+            leaves = [*self.shared, *self.state, *given]
         self.state = replay.moving(*leaves) if is_mine else replay.fresh(*leaves)
         self._owned = replay.owned
 
