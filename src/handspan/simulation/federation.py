@@ -19,11 +19,12 @@ from handspan.simulation import profile
 from handspan.simulation.about import client_data
 from handspan.simulation.batching import select_axis
 from handspan.simulation.executors import Executor, make_executor
+from handspan.simulation.jobs import upload_bytes
 from handspan.simulation.plans import count_rows
 from handspan.simulation.precision import multiplying
 from handspan.simulation.reduction import PartialSum, Postprocessor, Reduction
 from handspan.simulation.store import ClientStore
-from handspan.simulation.workers import WorkersExecutor, upload_bytes
+from handspan.simulation.workers import WorkersExecutor
 
 # Clients whose served models are alive at once during evaluation.
 _SERVED_TOGETHER = 64
