@@ -46,10 +46,12 @@ def synthetic_rows(clients: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return x, y, np.repeat(np.arange(clients, dtype=np.int32), ROWS)
 
 
-def set_up(x: np.ndarray, y: np.ndarray, owner: np.ndarray) -> Federation:
+def set_up(
+    x: np.ndarray, y: np.ndarray, owner: np.ndarray, method: str = "pflmf:rank=10"
+) -> Federation:
     """Everything that comes before the first round."""
     data = FederatedData.from_arrays(x, y, groups=owner, num_classes=CLASSES)
-    problem, _ = fitting.set_up("pflmf:rank=10", data, cohort=COHORT, model="mlp", batch_size=None)
+    problem, _ = fitting.set_up(method, data, cohort=COHORT, model="mlp", batch_size=None)
     choice = choose_engine(problem.algorithm, problem.data, cohort=COHORT)
     simulation = fitting.make_simulation(problem, choice)
     return Federation(problem, simulation, start(problem.algorithm, simulation, 0), choice)

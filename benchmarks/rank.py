@@ -26,7 +26,6 @@ from benchmarks.problems import (
 from handspan.core.federation import RunState, draw_round, run, start
 from handspan.numerics.local_work import LocalWork
 from handspan.simulation.engine import EngineChoice, choose_engine, num_threads
-from handspan.simulation.federation import Simulation
 
 CLIENTS, ROWS, COHORT, STEPS = 100, 525, 20, 5
 LOW, HIGH = 1, 50
@@ -35,21 +34,18 @@ MOST_WHOLE, MOST_STEP = 1.3, 1.1
 
 
 class Contender:
-    """pFL-MF of one rank."""
+    """pFL-MF of one rank; without a choice of the engine it makes its own."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(
+        self, rank: int, choice: EngineChoice | None = None, batch_size: int | None = None
+    ) -> None:
         data = synthetic_images(CLIENTS, ROWS)
-        work = LocalWork(batch_size=None, learning_rate=0.05)
+        work = LocalWork(batch_size=batch_size, learning_rate=0.05)
         text = f"pflmf:rank={rank}:personal_steps={STEPS}:shared_steps={STEPS}"
         self.problem: Problem = make_problem(text, data, cohort=COHORT, model="mlp", work=work)
         algorithm = self.problem.algorithm
-        self.choice: EngineChoice = choose_engine(algorithm, data, cohort=COHORT)
-        self.simulation = Simulation(
-            algorithm,
-            data,
-            engine=self.choice.engine,
-            block_size=self.choice.block_size,
-        )
+        self.choice = choice or choose_engine(algorithm, data, cohort=COHORT)
+        self.simulation = self.choice.simulation(algorithm, data)
         self.state: RunState = start(algorithm, self.simulation, 0)
 
     def round(self) -> None:
