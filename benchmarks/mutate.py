@@ -39,6 +39,8 @@ def suites(mutation: Mutation) -> list[list[str]]:
         ]
     if mutation.method == "runs":
         return [["tests/runs"]]
+    if mutation.method == "side":
+        return [["tests/models/test_side_info.py"], ["tests/data/test_side.py"]]
     keyword = "+ft" if mutation.method == "finetune" else mutation.method
     return [
         [f"tests/oracles/test_{mutation.method}.py"],
@@ -78,7 +80,9 @@ def caught_by(mutation: Mutation, copy: Path) -> str | None:
 def main() -> int:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.mutate", description=__doc__)
-    parser.add_argument("method", nargs="*", help="only bugs of these methods, 'shared' or 'runs'")
+    parser.add_argument(
+        "method", nargs="*", help="only bugs of these methods, 'shared', 'side' or 'runs'"
+    )
     parser.add_argument("--list", action="store_true", help="only print the bugs")
     options = parser.parse_args()
     chosen = [m for m in MUTATIONS if not options.method or m.method in options.method]

@@ -12,7 +12,8 @@ class Mutation:
     Attributes
     ----------
     method
-        The method it concerns, ``shared`` (by many), or ``runs`` (what is kept on disk).
+        The method it concerns, ``shared`` (by many), ``runs`` (what is kept on disk), or ``side``
+        (side information in models and data).
     what
         The slip, in words.
     file
@@ -544,8 +545,91 @@ MUTATIONS: tuple[Mutation, ...] = (
     *_of(
         "perfedsi",
         "methods/perfedsi.py",
-        ("weights by examples", "weights=config.weights,", 'weights="examples",'),
-        ("no steps", "**work.whole()", "steps=1"),
+        (
+            "weights by examples",
+            "weights=config.weights,\n            infers",
+            'weights="examples",\n            infers',
+        ),
+        ("no steps", "**work.whole()),),", "steps=1),),"),
+        ("noise is forgotten", "value + deviation * draw", "value + 0 * draw"),
+        ("one noise for all", "keys.fold(batch.key, name)", "keys.fold(keys.key(0), name)"),
+        ("noise on what stays", "config.noise_on)) - own", "config.noise_on)) | own"),
+    ),
+    *_of(
+        "side",
+        "models/side_info.py",
+        (
+            "no neutral start",
+            "nn.init.zeros_(self.linear.weight)",
+            "nn.init.ones_(self.linear.weight)",
+        ),
+        (
+            "new weights start at one",
+            "old.new_zeros(len(old), width",
+            "old.new_ones(len(old), width",
+        ),
+        ("a mask is added", "x * self.spread(x)[0]", "x + self.spread(x)[0]"),
+        ("the gate is never shut", "self.neutral + self.side_gate *", "self.neutral + 1.0 *"),
+        (
+            "groups in turn",
+            "torch.arange(width) * num_side // width",
+            "torch.arange(width) % num_side",
+        ),
+        (
+            "a bias tells z",
+            "partial(nn.Linear, num_side, width, bias=False)",
+            "partial(nn.Linear, num_side, width)",
+        ),
+    ),
+    *_of(
+        "side",
+        "data/side.py",
+        ("held-out clients teach", "values[column.name][trains]", "values[column.name]"),
+        (
+            "a gap is a number",
+            '- part["mean"]) / part["spread"])',
+            '- part["mean"]) / part["spread"]) - is_gap',
+        ),
+        (
+            "means of other rows",
+            "start : start + max(count, 1)",
+            "start : start + max(count, 1) + 1",
+        ),
+        (
+            "held-out ids are those of others",
+            "torch.zeros(each.num_clients, n)",
+            "torch.eye(each.num_clients, n)",
+        ),
+        (
+            "the last row has the last word",
+            "known[::-1]]] = column.values[known[::-1]]",
+            "known]] = column.values[known] + 1",
+        ),
+    ),
+    *_of(
+        "srph",
+        "methods/srph.py",
+        ("weights by examples", "weights=config.weights", 'weights="examples"'),
+        ("heads alone move", "[(BOTH, ", '[(("personal",), '),
+    ),
+    *_of(
+        "prsh",
+        "methods/prsh.py",
+        ("weights by examples", "weights=config.weights", 'weights="examples"'),
+        ("the head stays too", "if name not in task.head]", "if name != task.head[0]]"),
+        ("three convolutions", "(conv|norm)[12]", "(conv|norm)[123]"),
+    ),
+    *_of(
+        "shared",
+        "numerics/side_race.py",
+        ("swapped winners", "SIDE if gain > error else PLAIN", "PLAIN if gain > error else SIDE"),
+        ("swapped losses", "found.gain(0, 1)", "found.gain(1, 0)"),
+        ("the plain model reads z", "torch.zeros_like(buffers[GATE])", "buffers[GATE].clone()"),
+        (
+            "validation rows are trained on",
+            'lambda server: "side", "train"',
+            'lambda server: "side", "all"',
+        ),
     ),
     *_of(
         "fedprox",

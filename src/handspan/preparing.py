@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -59,6 +58,8 @@ def prepare(
         if not spec.chooses:  # validation rows are for those who choose by them
             data = data.pooled()
             held_out = None if held_out is None else held_out.pooled()
+        if spec.method.needs_side:
+            data, held_out = _with_side(spec, options, data, held_out)
     cohort = cohort_size(options.cohort, data.num_clients)
     data = data.to(device, dtype)
     task = None if is_matrix else make_task(spec, options, data, module, loss, device, dtype)
@@ -93,10 +94,24 @@ def _check_labels(spec: MethodSpec, data: FederatedData) -> None:
             f"{spec.method.name} is a regression: its labels are numbers, not classes; where whole "
             "numbers are meant as numbers, say --task regression"
         )
-    if spec.method.needs_side and data.side is None:
+
+
+def _with_side(
+    spec: MethodSpec,
+    options: TrainingOptions,
+    data: FederatedData,
+    held_out: FederatedData | None,
+) -> tuple[FederatedData, FederatedData | None]:
+    """Give clients the side information that the method asks for."""
+    from handspan.data.side import with_side
+
+    data, held_out = with_side(getattr(spec.config, "side", "given"), data, held_out, options.seed)
+    if data.side is None:
         raise HandspanError(
-            f"{spec.method.name} needs side information: give a side row for each client"
+            f"{spec.method.name} needs side information: give a side row for each client, name "
+            "--side-columns of a table, or let it be made by --set side=clients, groups or mean"
         )
+    return data, held_out
 
 
 def resolve_device(name: str) -> torch.device:
@@ -129,6 +144,8 @@ def make_task(
 ) -> Task:
     """Make the prediction problem of a network."""
     from handspan.models.convert import task_from_module
+    from handspan.models.side_info import SIDE, join_side, reads_side
+    from handspan.models.source import fresh_copy
     from handspan.models.zoo import make_model
 
     assert data.y is not None
@@ -136,17 +153,15 @@ def make_task(
     if num_outputs is None:
         num_outputs = 1 if data.y.ndim == 1 else data.y.shape[1]
     given = module
+    num_side = data.side.shape[1] if spec.method.needs_side and data.side is not None else None
     if given is None:
         usual = "linear" if spec.method.problem == "regression" else "mlp"
         name = usual if options.model is None else options.model
-        given = make_model(name, data.row_shape, num_outputs)
-    if spec.method.needs_side:
-        from handspan.models.side_info import concatenate_side
-
-        assert data.side is not None
-        width = getattr(spec.config, "side_width", 16)
-        base = partial(copy.deepcopy, given) if isinstance(given, nn.Module) else given
-        given = concatenate_side(base, data.side.shape[1], width=width)
+        given = make_model(name, data.row_shape, num_outputs, num_side if ".py" in name else None)
+    if num_side is not None and not reads_side(given):
+        base = partial(fresh_copy, given) if isinstance(given, nn.Module) else given
+        chosen = {name: getattr(spec.config, name) for name in SIDE if hasattr(spec.config, name)}
+        given = join_side(base, num_side, rows=_sample(data, False), **chosen)
     return task_from_module(
         given,
         kind="regression" if data.num_classes is None else "classification",

@@ -206,7 +206,7 @@ class MethodSpec:
     @property
     def chooses(self) -> bool:
         """Whether anything is chosen by validation rows, which then are no training rows."""
-        return self.method.chooses or any(
+        return self.method.chooses(self.config) or any(
             EXTRAS[name].chooses(config) for name, config in self.extras
         )
 

@@ -154,7 +154,8 @@ class Result:
         x, y
             The client's rows and labels, as they stand in the source.
         side
-            Its side information, where the method reads it.
+            Its side information, where the method reads it: numbers, or for a table's columns a
+            mapping from their names to values.
         steps
             Steps of the fit; the run's ``adapt_steps`` by default.
         """
@@ -165,7 +166,7 @@ class Result:
         labels = self.labels(y, len(rows))
         count = torch.tensor([len(rows)])
         none = torch.tensor([0])
-        side_row = self._side_row(side)
+        side_row = self._side_row(side, rows)
         guest = FederatedData(
             x=rows,
             y=labels,
@@ -199,10 +200,13 @@ class Result:
         work = dataclasses.replace(problem.setting.work, adapt_steps=steps)
         return problem.spec.build(dataclasses.replace(problem.setting, work=work))
 
-    def _side_row(self, side: Any) -> Tensor | None:
+    def _side_row(self, side: Any, rows: Tensor) -> Tensor | None:
         known = self.problem.data.side
         if known is None or not self.problem.spec.method.needs_side:
             return None
+        from handspan.data.side import new_side
+
+        side = new_side(self.problem.data.info, side, rows, known.shape[1])
         if side is None:
             raise HandspanError(
                 f"a new client needs its side information: {known.shape[1]} numbers"

@@ -42,6 +42,7 @@ VARIANTS = {
         "pflmf:rank=2:factor=head:upload=rank_one:weights=examples",
         "pflmf:rank=3:participation=bernoulli:bernoulli_mean=expected:factor=hidden.*",
     ),
+    "perfedsi": ("perfedsi:personal=head:side_noise=0.1",),
 }
 SEEDS = {"l2gd:pull_probability=0.7": 5}  # in two rounds its coin asks for every kind of contact
 # Rounds in which everything has happened, for methods that decide later.

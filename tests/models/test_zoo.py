@@ -7,7 +7,7 @@ from torch import nn
 from handspan.core import keys
 from handspan.core.errors import HandspanError
 from handspan.models.convert import task_from_module
-from handspan.models.side_info import concatenate_side, omniglot_side_encoder
+from handspan.models.side_info import join_side
 from handspan.models.zoo import MODELS, make_model
 
 F64 = torch.float64
@@ -43,7 +43,7 @@ def test_models_fit_the_rows_with_and_without_side_information(name, shape):
         make_model(name, shape, 7, num_side=2), needs_side=True, sample=(x, side)
     )
     with_side, side_buffers = joined.init(keys.key(0))
-    assert joined.head == ("base.head.linear.bias", "base.head.linear.weight")
+    assert joined.head == ("base.head.joined.bias", "base.head.joined.weight")
     # Remark 2.2: at the start the side information is ignored.
     torch.testing.assert_close(
         joined.predict(with_side, side_buffers, x, side), task.predict(params, buffers, x, None)
@@ -138,42 +138,19 @@ def test_models_from_files(tmp_path):
 
 
 def test_side_information_changes_the_model_once_the_head_has_learned():
-    factory = concatenate_side(lambda: nn.Sequential(nn.Linear(4, 3)), 2, 5)
-    task = task_from_module(factory, needs_side=True, dtype=F64)
+    task = task_from_module(
+        join_side(lambda: nn.Sequential(nn.Linear(4, 3)), 2, side_width=5),
+        needs_side=True,
+        dtype=F64,
+    )
     params, buffers = task.init(keys.key(0))
-    assert bool((params["base.0.linear.weight"][:, 4:] == 0).all())
-    params["base.0.linear.weight"] = params["base.0.linear.weight"] + 0.1
+    assert bool((params["base.0.joined.weight"][:, 4:] == 0).all())
+    params["base.0.joined.weight"] = params["base.0.joined.weight"] + 0.1
     x = torch.ones(2, 4, dtype=F64)
     first, second = (
         task.predict(params, buffers, x, torch.tensor([a, 1.0], dtype=F64)) for a in (0.0, 1.0)
     )
     assert not torch.allclose(first, second)
     features = task.features(params, buffers, x, x[0, :2])
-    rebuilt = features @ params["base.0.linear.weight"].t() + params["base.0.linear.bias"]
+    rebuilt = features @ params["base.0.joined.weight"].t() + params["base.0.joined.bias"]
     torch.testing.assert_close(rebuilt, task.predict(params, buffers, x, x[0, :2]))
-
-
-def test_a_reset_module_keeps_the_neutral_start():
-    module = concatenate_side(lambda: nn.Sequential(nn.Linear(4, 3)), 2, 5)()
-    with torch.no_grad():
-        module.base[0].linear.weight.fill_(1.0)
-    params, _ = task_from_module(module, needs_side=True).init(keys.key(0))
-    weight = params["base.0.linear.weight"]
-    assert bool((weight[:, 4:] == 0).all()) and bool((weight[:, :4] != 1).all())
-
-
-def test_other_encoders_and_impossible_heads():
-    factory = concatenate_side(
-        make_model("omniglot", (32, 32), 5),
-        20,
-        64,
-        encoder_factory=lambda: omniglot_side_encoder(20),
-    )
-    sample = (torch.zeros(2, 32, 32), torch.zeros(20))
-    task = task_from_module(factory, needs_side=True, sample=sample)
-    params, _ = task.init(keys.key(0))
-    assert params["base.head.linear.weight"].shape == (5, 256 + 64)
-    with pytest.raises(HandspanError, match="linear head"):
-        concatenate_side(lambda: nn.Sequential(nn.Conv2d(1, 2, 3)), 2)()
-    with pytest.raises(HandspanError, match="at least one entry"):
-        concatenate_side(lambda: nn.Linear(2, 2), 0)

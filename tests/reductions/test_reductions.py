@@ -141,7 +141,7 @@ def test_side_information_that_is_zero_leaves_a_plain_model():
 
         def init(self, key):
             params, buffers = ToyTask().init(key)
-            zeros = {"side.weight": torch.zeros(2, 2), "side.bias": torch.zeros(2)}
+            zeros = {"encoder.weight": torch.zeros(2, 2), "encoder.bias": torch.zeros(2)}
             head = torch.cat([params["head.weight"], torch.zeros(3, 2)], dim=1)
             zeros = {name: value.double() for name, value in zeros.items()}
             return {**params, **zeros, "head.weight": head.double()}, buffers
@@ -149,7 +149,7 @@ def test_side_information_that_is_zero_leaves_a_plain_model():
     state, _, _ = trained("perfedsi", data=nothing, task=Neutral(side_width=2))
     plain, _, _ = trained("fedavg:weights=uniform", data=nothing)
     got = params(state.server)
-    assert not got.pop("side.weight").any() and not got.pop("side.bias").any()
+    assert not got.pop("encoder.weight").any() and not got.pop("encoder.bias").any()
     got["head.weight"] = got["head.weight"][:, :3]
     compare(got, params(plain.server), 1e-12, "without side information")
 

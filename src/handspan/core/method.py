@@ -118,7 +118,7 @@ class Method:
         Whether it reads side information, or the partition's planted groups; whether the model must
         have layers of batch normalisation.
     chooses
-        Whether it chooses by validation rows, which then are no training rows.
+        config -> whether it chooses by validation rows, which then are no training rows.
     """
 
     name: str
@@ -134,4 +134,4 @@ class Method:
     needs_side: bool = False
     needs_groups: bool = False
     needs_norm: bool = False
-    chooses: bool = False
+    chooses: Callable[[Any], bool] = lambda config: False

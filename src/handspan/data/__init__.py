@@ -17,6 +17,7 @@ from handspan.data.build import apply_transform, from_arrays, from_clients, open
 from handspan.data.inputs import encode_ids
 from handspan.data.partition import partition as divide
 from handspan.data.partition_types import Partition
+from handspan.data.side import mean_embedding, side_of_clients
 from handspan.data.sources import Source, load_source
 from handspan.data.table_text import with_columns
 
@@ -27,6 +28,7 @@ __all__ = [
     "from_clients",
     "load_data",
     "load_source",
+    "mean_embedding",
     "open_saved",
     "save",
     "split_holdout",
@@ -89,12 +91,12 @@ def load_data(
     if keep_test and source.is_test is None:
         raise HandspanError(f"{source.name} has no test rows of its own to keep; drop keep_test")
     part = divide(source, partition, num_clients, seed)
-    side, remarks = _side(source, part, partition)
     held_out = None
     if holdout_clients:
         found = encode_ids(part.client, source.num_rows).num_clients
         held_out = np.zeros(found, dtype=bool)
         held_out[_held_out(found, holdout_clients, seed)] = True
+    side, told, remarks = _side(source, part, partition, held_out)
     data = from_arrays(
         source.x if part.x is None else part.x,
         source.y if part.y is None else part.y,
@@ -117,6 +119,7 @@ def load_data(
     )
     info = {
         **data.info,
+        **told,
         "source": source.name,
         "partition": partition,
         "partition_hash": part.fingerprint(),
@@ -131,18 +134,27 @@ def load_data(
     return dataclasses.replace(data, groups=groups, info=info)
 
 
-def _side(source: Source, part: Partition, spec: str) -> tuple[Any, list[str]]:
-    """Side information of the clients: the partition's, or the source's if these are its own."""
+def _side(
+    source: Source, part: Partition, spec: str, held_out: np.ndarray | None
+) -> tuple[Any, dict[str, Any], list[str]]:
+    """Side information of the clients: the partition's, or the source's if these are its own.
+
+    Returns it with what the data's ``info`` should know of it, and remarks.
+    """
     remarks = list(part.remarks)
-    if source.side is None:
-        return part.side, remarks
+    if source.side is None and not source.side_columns:
+        return part.side, {}, remarks
     if part.is_natural and part.side is None:
-        return source.side, remarks
+        if not source.side_columns:
+            return source.side, {}, remarks
+        ids = encode_ids(part.client, source.num_rows)
+        side, recipe, more = side_of_clients(source.side_columns, ids, held_out)
+        return side, {"side": recipe}, remarks + more
     because = "belongs to its own clients" if not part.is_natural else "gives way to the group"
     remarks.append(
         f"side information of {source.name} {because} and is left out under the partition {spec}"
     )
-    return part.side, remarks
+    return part.side, {}, remarks
 
 
 def split_holdout(

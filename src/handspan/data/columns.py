@@ -14,6 +14,7 @@ import pyarrow.compute as pc
 
 from handspan.core.errors import HandspanError
 from handspan.data.inputs import check_finite
+from handspan.data.side import SideColumn
 
 MOST_CATEGORIES = 50  # of a column of texts among the features
 MOST_CLASSES = 1000  # of a column of texts that is the label
@@ -104,6 +105,21 @@ class Columns:
             else:
                 rows[:, start] = values
         return rows
+
+    def side(self, name: str) -> SideColumn:
+        """Return a column that describes clients; it may have gaps."""
+        column = self.table.column(name)
+        known = np.asarray(column.is_valid().to_numpy())
+        if not known.any():
+            raise HandspanError(f"{self.what(name)} is empty, so that it describes no client")
+        there = self if known.all() else Columns(self.name, self.table.filter(column.is_valid()))
+        found, values = there.read(name), np.full(len(known), np.nan)
+        if not isinstance(found, Texts):
+            values[known] = found
+            return SideColumn(name=name, values=values)
+        there._check_categories(name, found)
+        values[known] = found.codes
+        return SideColumn(name=name, values=values, categories=tuple(found.values))
 
     def _check_categories(self, column: str, texts: Texts) -> None:
         self._check_mixture(column, texts)

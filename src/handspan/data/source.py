@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from handspan.data.side import SideColumn
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Source:
@@ -25,6 +27,8 @@ class Source:
         Largest value of an image, if that is not what its type says.
     client, side, is_test
         The source's own client ids, side information and test rows, or None.
+    side_columns
+        Columns that describe the source's own clients, in place of ``side``; or empty.
     fields
         All arrays with one entry per row, by name: what ``natural:FIELD`` can use.
     names
@@ -42,6 +46,7 @@ class Source:
     divide: float | None = None
     client: np.ndarray | None = None
     side: np.ndarray | None = None
+    side_columns: tuple[SideColumn, ...] = ()
     is_test: np.ndarray | None = None
     fields: Mapping[str, np.ndarray] = field(default_factory=dict[str, np.ndarray])
     names: tuple[str, ...] = ()

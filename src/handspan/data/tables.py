@@ -79,7 +79,7 @@ def _make(
         name=text,
         kind="table",
         client=ids,
-        side=columns.features(side) if side else None,
+        side_columns=tuple(columns.side(name) for name in side),
         is_test=columns.flags(_IS_TEST) if _IS_TEST in columns.names else None,
         fields=fields,
         num_classes=len(classes) or None,

@@ -118,5 +118,5 @@ METHOD = Method(
     private="the coordinates v_i, the label frequencies",
     inferable="v_i and its group, from one upload seen alone; rows, by gradient inversion",
     numbers={"race": "d", "common": "d"},
-    chooses=True,
+    chooses=lambda config: True,
 )

@@ -45,9 +45,14 @@ class Source:
                         f"the model factory returned {type(module).__name__}, not a torch module"
                     )
                 return module
+            assert self.template is not None
             module = copy.deepcopy(self.template)
-            assert module is not None
             return module if self.keep_weights else _reset(module)
+
+
+def fresh_copy(module: nn.Module) -> nn.Module:
+    """Return a copy whose layers start anew, drawn from torch's generator."""
+    return _reset(copy.deepcopy(module))
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from handspan.core.errors import HandspanError, nearest
 from handspan.models.files import load_model_file
-from handspan.models.side_info import concatenate_side
+from handspan.models.side_info import join_side
 
 Factory = Callable[[], nn.Module]
 _CHANNELS = (1, 3, 4)
@@ -175,7 +175,7 @@ def make_model(
     factory = _by_name(name, tuple(row_shape), num_outputs, num_tokens)
     if num_side is None:
         return factory
-    return concatenate_side(factory, num_side)
+    return join_side(factory, num_side)
 
 
 def _by_name(

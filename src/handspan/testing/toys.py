@@ -56,7 +56,7 @@ class ToyTask(Task):
             "head.bias": (NUM_CLASSES,),
         }
         if side_width:
-            self.shapes |= {"side.weight": (side_width, NUM_SIDE), "side.bias": (side_width,)}
+            self.shapes |= {"encoder.weight": (side_width, NUM_SIDE), "encoder.bias": (side_width,)}
         if has_norm:
             self.shapes |= {"norm.weight": (NUM_HIDDEN,), "norm.bias": (NUM_HIDDEN,)}
         self.names = tuple(self.shapes)
@@ -93,7 +93,7 @@ class ToyTask(Task):
         if not self.needs_side:
             return hidden
         assert side is not None
-        code = params["side.weight"] @ side + params["side.bias"]
+        code = params["encoder.weight"] @ side + params["encoder.bias"]
         return torch.cat([hidden, code.expand(*hidden.shape[:-1], self.side_width)], dim=-1)
 
     def predict(self, params: Params, buffers: Params, x: Tensor, side: Tensor | None) -> Tensor:

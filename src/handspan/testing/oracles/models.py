@@ -7,14 +7,14 @@ A model is a dict of arrays. Without side information::
 
 With side information z of the client (Model 1, concatenation, Eq. (3) of PerFedSI)::
 
-    logits   = head.weight [features, side.weight z + side.bias] + head.bias
+    logits   = head.weight [features, encoder.weight z + encoder.bias] + head.bias
 
 With batch normalisation of the hidden layer, over the rows given (the ``_norm`` functions)::
 
     z        = hidden.weight x + hidden.bias
     features = tanh(norm.weight (z - mean z) / sqrt(var z + 1e-5) + norm.bias)
 
-Shapes: ``hidden.weight`` (h, p), ``hidden.bias`` (h,), ``side.weight`` (s, q), ``side.bias``
+Shapes: ``hidden.weight`` (h, p), ``hidden.bias`` (h,), ``encoder.weight`` (s, q), ``encoder.bias``
 (s,), ``head.weight`` (c, h), (c, p) or (c, h + s), ``head.bias`` (c,); x (rows, p), z (q,), the
 same for all rows of a client. The loss is the mean cross-entropy over the rows given, or, in the
 ``_squared`` functions, half the mean squared error.
@@ -37,7 +37,7 @@ def features(params: Params, x: Array) -> Array:
 
 def _with_side(params: Params, x: Array, z: Array) -> Array:
     """Append the encoding of the side information to the features of every row, (rows, h + s)."""
-    code = params["side.weight"] @ z + params["side.bias"]  # W(z) of Eq. (3), linear
+    code = params["encoder.weight"] @ z + params["encoder.bias"]  # W(z) of Eq. (3), linear
     return np.concatenate([features(params, x), np.tile(code, (len(x), 1))], axis=1)
 
 
@@ -113,10 +113,10 @@ def gradient_side(params: Params, x: Array, z: Array, y: Labels) -> Params:
     slope = _cross_entropy_slope(predict_side(params, x, z), y)
     result = {"head.weight": slope.T @ _with_side(params, x, z), "head.bias": slope.sum(axis=0)}
     inner = slope @ params["head.weight"]  # by the concatenation, (rows, h + s)
-    width = inner.shape[1] - len(params["side.bias"])
+    width = inner.shape[1] - len(params["encoder.bias"])
     code_slope = inner[:, width:].sum(axis=0)  # all rows share one z
-    result["side.weight"] = np.outer(code_slope, z)
-    result["side.bias"] = code_slope
+    result["encoder.weight"] = np.outer(code_slope, z)
+    result["encoder.bias"] = code_slope
     result.update(_hidden_gradient(params, x, inner[:, :width]))
     return result
 
