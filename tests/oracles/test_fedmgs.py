@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 import torch
 from factoring import flat
+from sklearn.cluster import KMeans
 
 from handspan.testing.oracles.fedmgs import fedmgs, objective
 from handspan.testing.oracles.palm import palm
@@ -106,3 +107,24 @@ def test_a_row_without_component_takes_the_nearest_column():
     W = run.server.basis.numpy()
     wanted = [int(((row[:, None] - W) ** 2).sum(0).argmin()) for row in x]
     assert run.algorithm.labels(broadcast, zero, batch).tolist() == wanted
+
+
+def test_one_hot_rows_make_federated_k_means():
+    text = "fedmgs:num_components=3:row_set=assignment:shrinkage=0:basis_set=none"
+    made = Reference(text, rounds=6, cohort=11)
+    x, start = made.data.x.numpy(), made.first_server.basis.numpy()
+    scale = np.sqrt(np.abs(x).mean() / 3)
+    lloyd = KMeans(3, init=scale * start.T, n_init=1, max_iter=6, tol=0)
+    lloyd.fit(x)
+    labels = np.concatenate(flat(made), axis=1).argmax(0)
+    assert (lloyd.labels_ == labels).mean() == 1.0
+    close(made.server.objective, lloyd.inertia_ / len(x), 1e-9)
+
+
+@pytest.mark.parametrize("engine", ["loop", "stacked"])
+def test_a_client_that_is_drawn_twice_counts_once(engine):
+    made = Reference("fedmgs:num_components=3:sampling=weighted", rounds=4, cohort=8, engine=engine)
+    H = np.concatenate(flat(made), axis=1)
+    X = np.concatenate([x.T for x, _ in made.rows[0]], axis=1)
+    close(made.server.hh, H @ H.T)
+    close(made.server.xh, X @ H.T)

@@ -5,7 +5,6 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from sklearn.cluster import KMeans
 
 from handspan.numerics.factorization import averaging, problem
 from handspan.registry import parse
@@ -73,32 +72,12 @@ def test_fedmavg_with_one_step_of_all_clients_is_fedmgs(monkeypatch, share):
     close(rows_of(mavg), rows_of(mgs).numpy())
 
 
-def test_one_hot_rows_make_federated_k_means():
-    text = "fedmgs:num_components=3:row_set=assignment:shrinkage=0:basis_set=none"
-    made = Reference(text, rounds=6, cohort=11)
-    x, start = made.data.x.numpy(), made.first_server.basis.numpy()
-    scale = np.sqrt(np.abs(x).mean() / 3)
-    lloyd = KMeans(3, init=scale * start.T, n_init=1, max_iter=6, tol=0)
-    lloyd.fit(x)
-    labels = rows_of(made).argmax(1).numpy()
-    assert (lloyd.labels_ == labels).mean() == 1.0
-    close(made.server.objective, lloyd.inertia_ / len(x), 1e-9)
-
-
 def test_a_start_at_zero_uploads_nothing_beforehand():
     made = Reference("fedmgs:num_components=3:start=zero", rounds=3)
     H = rows_of(made)
     close(made.server.hh, (H.T @ H).numpy())
     close(made.server.xh, (made.data.x.T @ H).numpy())
     assert {phase.name for phase in made.algorithm.setup} == {"scan"}
-
-
-@pytest.mark.parametrize("engine", ["loop", "stacked"])
-def test_a_client_that_is_drawn_twice_counts_once(engine):
-    made = Reference("fedmgs:num_components=3:sampling=weighted", rounds=4, cohort=8, engine=engine)
-    H = rows_of(made)
-    close(made.server.hh, (H.T @ H).numpy())
-    close(made.server.xh, (made.data.x.T @ H).numpy())
 
 
 @pytest.mark.parametrize("text", ["fedmgs", "fedmavg", "fedpalm:constants=paper"])
