@@ -70,8 +70,9 @@ def with_start(rows: Path, model: str) -> str:
 class Race:
     """One race: who takes part, and how it ended."""
 
-    def __init__(self, rows: Path, model: str, batch_size: int, cache: Path) -> None:
+    def __init__(self, rows: Path, model: str, batch_size: int, cache: Path, engine: str) -> None:
         self.rows, self.model, self.batch_size, self.cache = rows, model, batch_size, cache
+        self.engine = engine
         self.contestants: list[Contestant] = []
 
     def enter(self, peer: str, threads: int = 1, method: str = "fedavg") -> Contestant:
@@ -82,6 +83,7 @@ class Race:
             batch_size=self.batch_size,
             threads=threads,
             method=method,
+            engine=self.engine,
         )
         self.contestants.append(Contestant(peer, play, self.cache))
         return self.contestants[-1]
@@ -155,20 +157,22 @@ def main() -> int:
     parser.add_argument("--data", help="mnist:FOLDER with idx files, or a FILE.npz")
     parser.add_argument("--cache", type=Path, default=Path.home() / ".cache" / "handspan-peers")
     parser.add_argument("--races", default=",".join(RACES), help="by commas")
+    parser.add_argument("--engine", default="auto", help="of handspan, as in workers:5")
     parser.add_argument("--repeats", type=int, default=7)
     options = parser.parse_args()
     print(describe_machine())
     claims: list[Claim] = []
+    cache, engine, repeats = options.cache, options.engine, options.repeats
     with tempfile.TemporaryDirectory() as folder:
         rows = prepare(options.data, Path(folder))
         for name in options.races.split(","):
             if name == "flower":
-                claims += against_flower(Race(rows, "mlp", 10, options.cache), options.repeats)
+                claims += against_flower(Race(rows, "mlp", 10, cache, engine), repeats)
             elif name == "personal":
-                claims += personal(Race(rows, "mlp", 10, options.cache), options.repeats)
+                claims += personal(Race(rows, "mlp", 10, cache, engine), repeats)
             else:
                 model, size = name.split("-")
-                claims += against_pfl(Race(rows, model, int(size), options.cache), options.repeats)
+                claims += against_pfl(Race(rows, model, int(size), cache, engine), repeats)
     return judge(*claims)
 
 

@@ -1,4 +1,4 @@
-"""handspan's side: the engine that ``auto`` takes for a long run, evaluation off."""
+"""handspan's side: by default the engine that ``auto`` takes for a long run, evaluation off."""
 
 from __future__ import annotations
 
@@ -51,7 +51,14 @@ def main() -> None:
     """Train until nobody asks for more."""
     play, turns = Play.given(), Turns()
     problem = problem_of(play)
-    choice = choose_engine(problem.algorithm, problem.data, cohort=COHORT)
+    engine, _, block_size = play.engine.partition(":")
+    choice = choose_engine(
+        problem.algorithm,
+        problem.data,
+        engine=engine,
+        block_size=int(block_size) if block_size else None,
+        cohort=COHORT,
+    )
     simulation = choice.simulation(problem.algorithm, problem.data)
     state = start(problem.algorithm, simulation, 0)
     turns.tell(ready=f"handspan {play.method}, {choice}", steps=steps_of(problem))

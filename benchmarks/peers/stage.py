@@ -31,6 +31,8 @@ class Play:
     model, batch_size, threads, method
         The network (``mlp`` or ``cnn``), rows of a batch, threads of a process, and the method (of
         handspan's side; the others know FedAvg).
+    engine
+        Of handspan's side: ``auto``, or one by name, with its block size behind a colon.
     """
 
     material: str
@@ -38,6 +40,7 @@ class Play:
     batch_size: int
     threads: int = 1
     method: str = "fedavg"
+    engine: str = "auto"
 
     @staticmethod
     def given() -> Play:
