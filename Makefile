@@ -11,7 +11,7 @@ STAMP := $(VENV)/.installed
 METHODS := local,fedavg,fedavg+ft,fedrep,ifca:k=5,ifca:k=10,pflmf:factor=head:scaled=true:rank=5
 TERMS := --data digits --clients 100 --cohort 0.2 --steps 15 --batch-size all --lr 0.3 --seeds 3
 
-.PHONY: install demo test lint types
+.PHONY: install demo test lint types cluster
 
 install: $(STAMP)
 
@@ -40,3 +40,8 @@ types: install
 
 test: lint types
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# What needs Ray, which make install leaves out.
+cluster: install
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt -e '.[ray]'
+	$(BIN)/python -m pytest tests/cluster

@@ -1058,6 +1058,11 @@ MUTATIONS: tuple[Mutation, ...] = (
             "self._staged = self._staged[: self._committed]",
             "self._committed = len(self._staged)",
         ),
+        (
+            "what is discarded keeps its version",
+            "for ids, _ in self._staged[self._committed :]:",
+            "for ids, _ in self._staged[:0]:",
+        ),
     ),
     *_of(
         "runs",

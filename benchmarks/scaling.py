@@ -2,8 +2,9 @@
 
 Parts: ``cohort`` (10 to 10,000 clients a round), ``clients`` (up to a million registered ones, with
 ten coordinates or a head in private each), ``spill`` (10,000 whole private models, kept on disk),
-``parameters`` (models of up to 100 million numbers) and ``rank`` (pFL-MF with 1 to 50 columns).
-Peak memory belongs to a process, so every size runs in one of its own; ranks, of which only times
+``parameters`` (models of up to 100 million numbers), ``rank`` (pFL-MF with 1 to 50 columns) and
+where it is asked for ``ray`` (what Ray costs, beside workers of this machine; needs Ray). Peak
+memory belongs to a process, so every size runs in one of its own; ranks, of which only times
 are compared, take turns in one.
 """
 
@@ -182,6 +183,15 @@ def measure_parameters(count: int) -> dict[str, float]:
     return {"seconds": seconds, "bytes": peak_bytes(), "parameters": model}
 
 
+def measure_engine(engine: str, method: str) -> dict[str, float]:
+    """The MLP on images, batches of 10, one epoch, two processes."""
+    data, work = synthetic_images(100, 525), LocalWork(epochs=1, batch_size=10)
+    problem = make_problem(method, data, cohort=20, model="mlp", work=work)
+    choice = EngineChoice(engine=engine, block_size=1, threads=1, workers=2)
+    (seconds,) = in_turns([Runner(problem, choice, 20).round], 3, 5)
+    return {"seconds": seconds}
+
+
 def measure_rank(batch_size: int, repeats: int) -> dict[str, list[float]]:
     """pFL-MF of all parameters of the MLP: whole rounds, and the steps on the basis alone."""
     last = Contender(RANKS[-1], batch_size=batch_size or None)
@@ -200,6 +210,7 @@ MEASURES: dict[str, Callable[..., dict[str, Any]]] = {
     "spill": measure_spill,
     "parameters": measure_parameters,
     "rank": measure_rank,
+    "engine": measure_engine,
 }
 
 
@@ -312,12 +323,30 @@ def rank(repeats: int) -> list[Claim]:
     return claims
 
 
+def ray(repeats: int) -> list[Claim]:
+    """What actors cost, beside workers that share this machine's memory."""
+    claims: list[Claim] = []
+    for method in ("fedavg", "local"):
+        loop, workers, actors = (
+            apart("engine", engine, method)["seconds"] for engine in ("loop", "workers", "ray")
+        )
+        print(
+            f"{method}, 20 clients a round: loop {1e3 * loop:.0f} ms, two workers "
+            f"{1e3 * workers:.0f} ms, two actors {1e3 * actors:.0f} ms",
+            flush=True,
+        )
+        each = 1e3 * (actors - workers) / 20
+        claims.append((f"{method}: actors over workers {each:.2f} ms a client", "printed", True))
+    return claims
+
+
 PARTS: dict[str, Callable[[int], list[Claim]]] = {
     "cohort": cohort,
     "clients": clients,
     "spill": spill,
     "parameters": parameters,
     "rank": rank,
+    "ray": ray,
 }
 
 
@@ -334,7 +363,7 @@ def main() -> int:
         return 0
     print(describe_machine())
     claims: list[Claim] = []
-    for part in options.part or PARTS:
+    for part in options.part or [part for part in PARTS if part != "ray"]:
         claims += PARTS[part](options.repeats)
     return judge(*claims)
 

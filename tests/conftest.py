@@ -1,9 +1,13 @@
+import importlib.util
 import sys
 
 import pytest
 import torch
 
 from handspan.cli import main
+
+# Ray is 260 MB and no part of the development set-up: ``make cluster`` installs it and runs these.
+collect_ignore = [] if importlib.util.find_spec("ray") else ["cluster"]
 
 
 @pytest.fixture(autouse=True, scope="session")

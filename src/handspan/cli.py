@@ -73,12 +73,12 @@ EvalEvery = Annotated[str | None, _option("rounds between evaluations (default 1
 Engine = Annotated[
     str | None,
     _option(
-        "auto (timed), steady (not timed: numbers come again), loop, stacked or workers "
+        "auto (timed), steady (not timed: numbers come again), loop, stacked, workers or ray "
         "(default auto)"
     ),
 ]
 BlockSize = Annotated[str | None, _option("clients per block of the stacked engine")]
-Workers = Annotated[str | None, _option("processes of the workers engine (default: cores)")]
+Workers = Annotated[str | None, _option("processes of workers, actors of ray (default: cores)")]
 Device = Annotated[str | None, _option("auto, cpu or cuda (default auto)")]
 Dtype = Annotated[str | None, _option("float32 or float64")]
 Precision = Annotated[str | None, _option("products in float32, tf32 or bf16")]

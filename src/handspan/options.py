@@ -95,11 +95,12 @@ class TrainingOptions:
     """Rounds between evaluations; the last round is always evaluated, 0 evaluates it alone."""
     engine: str = "auto"
     """auto (by the clock), steady (auto without a clock, for numbers that come again: the default
-    of ``compare``), loop, stacked or workers."""
+    of ``compare``), loop, stacked, workers or ray."""
     block_size: int | None = None
     """Clients per block of the stacked engine; inside workers it is the loop that runs without."""
     workers: int | None = None
-    """Processes of the workers engine, one thread each; by default as many as there are cores."""
+    """Processes of the workers engine, or actors of ray, one thread each; by default as many as
+    this machine has cores."""
     device: str = "auto"
     """auto, cpu or cuda."""
     dtype: str = "float32"
@@ -128,12 +129,12 @@ class TrainingOptions:
             value = getattr(self, name)
             if value is not None and value > MOST_THREADS:
                 raise HandspanError(f"{name} must be at most {MOST_THREADS}, not {value}")
-        if self.engine not in ("auto", "steady", "loop", "stacked", "workers", "wire"):
+        if self.engine not in ("auto", "steady", "loop", "stacked", "workers", "ray", "wire"):
             raise HandspanError(
-                f"unknown engine {self.engine!r}: choose auto, steady, loop, stacked or workers "
-                "(wire is for tests)"
+                f"unknown engine {self.engine!r}: choose auto, steady, loop, stacked, workers or "
+                "ray (wire is for tests)"
             )
-        if self.workers is not None and self.engine not in ("auto", "workers"):
+        if self.workers is not None and self.engine not in ("auto", "workers", "ray"):
             raise HandspanError(f"engine {self.engine} has no workers: add --engine workers")
         choices = {
             "dtype": ("float32", "float64"),

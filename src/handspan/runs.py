@@ -40,7 +40,7 @@ def _is_whole(config: Mapping[str, Any]) -> bool:
         return False
     engine = config["engine"]
     counts = [engine.get("block_size"), engine.get("threads"), engine.get("workers", 1)]
-    return engine.get("engine") in ("loop", "stacked", "workers", "wire") and all(
+    return engine.get("engine") in ("loop", "stacked", "workers", "ray", "wire") and all(
         isinstance(count, int) and count > 0 for count in counts
     )
 

@@ -45,7 +45,8 @@ FOREIGN = {  # third-party libraries of the inner packages
     "methods": {"torch", "numpy"},
     "testing/oracles": {"numpy"},
 }
-DECLARED = {"torch", "numpy", "scipy", "sklearn", "pyarrow", "safetensors", "typer", "rich"}
+DECLARED = {"torch", "numpy", "scipy", "sklearn", "pyarrow", "safetensors", "cloudpickle"}
+DECLARED |= {"typer", "rich"}
 
 
 @functools.cache

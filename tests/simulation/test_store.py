@@ -174,6 +174,28 @@ def test_records_that_were_never_written_are_what_init_client_makes_of_them():
     assert not kept.written.any()
 
 
+def test_a_record_has_another_version_whenever_it_changes():
+    """Whoever holds a copy knows whether it is still the record."""
+    kept, ids, others = store(), torch.tensor([1, 2]), torch.tensor([0, 3])
+    seen = [kept.versions(ids)]
+
+    def is_new():
+        seen.append(kept.versions(ids))
+        return all(not torch.isin(seen[-1], before).any() for before in seen[:-1])
+
+    kept.stage(ids, kept.read(ids))
+    assert is_new()
+    kept.commit()
+    assert not is_new()  # what was seen before is now the stored record
+    kept.stage(ids, kept.read(ids))
+    assert is_new()
+    kept.discard()
+    assert is_new()
+    assert (kept.versions(others) == 0).all()
+    kept.load_named(kept.to_named())
+    assert is_new() and (kept.versions(others) > 0).all()
+
+
 @pytest.mark.parametrize("is_committed", [True, False])
 def test_staged_records_are_seen_at_once_and_stay_only_if_committed(is_committed):
     kept, ids = store(), torch.tensor([1, 2])

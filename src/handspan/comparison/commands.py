@@ -36,9 +36,9 @@ def run_command(
     for key, value in settings.items():
         words += ["--set", f"{key}={plain(value)}"]
     words += ["--engine", engine["engine"]]
-    if engine["engine"] in ("stacked", "workers"):
+    if engine["engine"] in ("stacked", "workers", "ray"):
         words += ["--block-size", str(engine["block_size"])]
-    if engine["engine"] == "workers":
+    if engine["engine"] in ("workers", "ray"):
         words += ["--workers", str(engine["workers"])]
     words += ["--threads", str(engine["threads"]), "--device", engine["device"]]
     return shlex.join(words)

@@ -48,7 +48,7 @@ def choose_engine(
     available = threads or torch.get_num_threads()
     on_gpu = not isinstance(data.x, Csr) and data.x.device.type == "cuda"
     size = block_size or (_STEADY_GPU if on_gpu else _STEADY_CPU)
-    if engine == "workers":
+    if engine in ("workers", "ray"):
         return EngineChoice(
             engine=engine,
             block_size=block_size or 1,

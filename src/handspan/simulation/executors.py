@@ -11,6 +11,7 @@ from handspan.core.algorithm import Algorithm, Phase
 from handspan.core.data import ClientData, FederatedData
 from handspan.simulation.loop import LoopExecutor, WireExecutor
 from handspan.simulation.plans import Block, Blocks
+from handspan.simulation.ray_cluster import RayExecutor
 from handspan.simulation.stacked import StackedExecutor
 from handspan.simulation.tracing import Recorder
 from handspan.simulation.workers import WorkersExecutor
@@ -68,4 +69,6 @@ def make_executor(
     """Return what runs the blocks of a federation."""
     if engine == "workers":
         return WorkersExecutor(algorithm, data, seed, block_size, workers)
+    if engine == "ray":
+        return RayExecutor(algorithm, data, seed, block_size, workers)
     return _IN_THIS_PROCESS[engine](data, algorithm.per_row, block_size)

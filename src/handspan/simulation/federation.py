@@ -38,10 +38,10 @@ class Simulation:
     algorithm, data, seed
         What to run, on whom, with which randomness.
     engine, block_size
-        How: ``loop``, ``stacked``, ``workers`` or ``wire``, and the clients per block. A block
-        size of 1 lets workers run the loop inside.
+        How: ``loop``, ``stacked``, ``workers``, ``ray`` or ``wire``, and the clients per block. A
+        block size of 1 lets workers run the loop inside.
     workers
-        Processes of the engine of that name.
+        Processes of the engine of that name, or actors of ``ray``.
     precision
         Of products on a GPU: ``float32``, or ``tf32``.
     store
@@ -185,7 +185,8 @@ class Simulation:
 
         k = keys.key(self.seed, "plan", index)
         if isinstance(self.executor, WorkersExecutor):
-            yield from self.executor.run_blocks(phase, broadcast, ids, k, read, weights)
+            versions = self.store.versions if clients is None else None
+            yield from self.executor.run_blocks(phase, broadcast, ids, k, read, weights, versions)
             return
         for block in self.executor.blocks(phase, ids, k):
             received = select_axis(broadcast, phase.per_client, torch.searchsorted(ids, block.ids))

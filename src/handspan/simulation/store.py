@@ -65,6 +65,8 @@ class ClientStore:
         self._staged_at = torch.full((len(num_rows),), -1)
         self._staged_place = torch.zeros_like(self._staged_at)
         self._committed = 0
+        self._version = torch.zeros_like(self._staged_at)
+        self._latest = 0
         named = to_named(self.template)
         self._devices = {name: value.device for name, value in named.items()}
         needed = sum(self._shape(k, v).numel() * v.element_size() for k, v in named.items())
@@ -76,6 +78,14 @@ class ClientStore:
     def is_on_disk(self) -> bool:
         """Whether the records live in files mapped into memory."""
         return self._folder is not None
+
+    def versions(self, ids: Tensor) -> Tensor:
+        """Numbers that change whenever the records of these clients do."""
+        return self._version[ids]
+
+    def _changed(self, ids: Any) -> None:
+        self._latest += 1
+        self._version[ids] = self._latest
 
     def _is_per_row(self, name: str) -> bool:
         return name.split(":")[0].split("/")[0] in self._per_row
@@ -123,6 +133,7 @@ class ClientStore:
 
     def _stage(self, ids: Tensor, named: Params) -> None:
         if named:
+            self._changed(ids)
             self._staged_at[ids] = len(self._staged)
             self._staged_place[ids] = torch.arange(len(ids))
             self._staged.append((ids, named))
@@ -199,6 +210,8 @@ class ClientStore:
         """Forget what was staged since the last commit."""
         for ids, _ in self._staged:
             self._staged_at[ids] = -1
+        for ids, _ in self._staged[self._committed :]:
+            self._changed(ids)
         self._staged = self._staged[: self._committed]
         for part, (ids, _) in enumerate(self._staged):
             self._staged_at[ids] = part
@@ -226,6 +239,7 @@ class ClientStore:
 
     def apply(self, named: Params) -> None:
         """Write the records of a journal."""
+        self._changed(slice(None))
         for name in sorted(name for name in named if name.endswith("/ids")):
             prefix = name.removesuffix("ids") + "row/"
             rows = {k.removeprefix(prefix): v for k, v in named.items() if k.startswith(prefix)}
@@ -261,6 +275,7 @@ class ClientStore:
 
     def load_named(self, named: Params) -> None:
         """Take over the tensors of a checkpoint."""
+        self._changed(slice(None))
         for name, field in self._fields.items():
             field.copy_(named[name])
         self.written.copy_(named["written"])

@@ -44,7 +44,7 @@ class EngineChoice:
     engine, block_size, threads
         As chosen.
     workers
-        Processes of the engine of that name.
+        Processes of the engine of that name, or actors of ``ray``.
     milliseconds
         Measured time of one client's round, for each candidate; empty where nothing was timed.
     """
@@ -56,8 +56,9 @@ class EngineChoice:
     milliseconds: tuple[tuple[str, float], ...] = ()
 
     def __str__(self) -> str:
-        is_stacked = self.engine == "stacked" or (self.engine == "workers" and self.block_size > 1)
-        name = f"{self.workers} workers" if self.engine == "workers" else self.engine
+        apart = {"workers": f"{self.workers} workers", "ray": f"{self.workers} ray workers"}
+        is_stacked = self.engine == "stacked" or (self.engine in apart and self.block_size > 1)
+        name = apart.get(self.engine, self.engine)
         blocks = f" in blocks of {self.block_size}" if is_stacked else ""
         return f"{name}{blocks}, {self.threads} thread{'s' * (self.threads > 1)}"
 

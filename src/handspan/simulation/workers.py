@@ -36,6 +36,7 @@ _MOST_TOGETHER = 32  # clients of a task, where the loop runs inside
 _TASKS_OF_A_WORKER = 4  # at least, where there are clients enough: the last ones end together
 _PATIENCE = 3  # exchanges of a phase that may take longer than this process alone would need
 Read = Callable[[Tensor], Any]
+Versions = Callable[[Tensor], Tensor]
 
 
 class WorkersExecutor:
@@ -52,9 +53,9 @@ class WorkersExecutor:
         workers: int,
     ) -> None:
         if data.device.type != "cpu":
-            raise HandspanError("the workers engine computes on the CPU: add --device cpu")
+            raise HandspanError(f"the {self.name} engine computes on the CPU: add --device cpu")
         if os.name != "posix":
-            raise HandspanError("this system offers no workers engine: choose loop or stacked")
+            raise HandspanError(f"this system offers no {self.name} engine: choose loop or stacked")
         self.block_size, self.workers = block_size, workers
         self.patience = _PATIENCE
         self._here = Job(algorithm, data, seed, block_size, Recorder())
@@ -90,9 +91,19 @@ class WorkersExecutor:
         return self._here.executor.blocks(phase, ids, k)
 
     def run_blocks(
-        self, phase: Phase, broadcast: Any, ids: Tensor, k: Tensor, read: Read, weights: Any
+        self,
+        phase: Phase,
+        broadcast: Any,
+        ids: Tensor,
+        k: Tensor,
+        read: Read,
+        weights: Any,
+        versions: Versions | None = None,
     ) -> Iterator[tuple[Tensor, Any, Any]]:
-        """Run a phase for the given clients: ids, records and uploads, in canonical order."""
+        """Run a phase for the given clients: ids, records and uploads, in canonical order.
+
+        ``versions`` tells those of the records that are read, to whom may hold them already.
+        """
         if weights is not None and not self._sums_there(phase, weights):
             weights = None
         size = self._size(len(ids))
