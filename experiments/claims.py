@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from experiments.tables import Table
+from experiments.zero_shot import zero_shot
 from handspan.comparison.outcome import Comparison, read
 from handspan.evaluation import statistics
 
@@ -18,13 +19,23 @@ def claims(table: Table, folder: Path) -> list[str]:
     found = read(folder)
     if found.missing:
         return [f"{len(found.missing)} runs are missing"]
-    return [_ours(found, table.ours), *(_against(found, table.ours, name) for name in table.rivals)]
+    return [
+        _ours(found, table.ours),
+        *(_against(found, table.ours, name) for name in table.rivals),
+        *zero_shot(found, folder, table.ours, table.rivals),
+    ]
+
+
+def _scale(metric: str) -> int:
+    """Errors are told in their own units, shares in per cent."""
+    return 1 if metric in ("rmse", "loss") else 100
 
 
 def _ours(found: Comparison, name: str) -> str:
     rows = [row for row in found if row["method"] == name]
-    scores = ", ".join(f"{100 * row['personal_accuracy_mean']:.2f}" for row in rows)
-    told = [f"{name}: {scores} %"]
+    metric = rows[0]["metric"]
+    scores = ", ".join(f"{_scale(metric) * row[f'personal_{metric}_mean']:.2f}" for row in rows)
+    told = [f"{name}: {scores} {'%' if metric == 'accuracy' else metric}"]
     for field in ("rank", "num_groups", "ari"):
         values = [row.get(field) for row in rows]
         if None not in values:
@@ -45,8 +56,9 @@ def _against(found: Comparison, name: str, rival: str) -> str:
     (test,) = statistics.against_best(joined, rival)
     if test.difference is None or test.low is None or test.high is None or test.p is None:
         return f"{name} against {rival}: undefined"
-    low, high = 100 * test.low, 100 * test.high
+    scale = _scale(found[0]["metric"])
+    low, high, unit = scale * test.low, scale * test.high, "points" if scale > 1 else "units"
     return (
-        f"{name} - {rival}: {100 * test.difference:+.2f} points [{low:+.2f}, {high:+.2f}], "
+        f"{name} - {rival}: {scale * test.difference:+.2f} {unit} [{low:+.2f}, {high:+.2f}], "
         f"p = {test.p:.2g} over {test.pairs} clients"
     )

@@ -105,6 +105,81 @@ def _hospital(data: str) -> Table:
     )
 
 
+# PerFedSI, appendix D: 20 % of the clients, one epoch, batch 10, momentum 0.5; its step sizes.
+_SIX = (
+    "local",
+    "fedavg:weights=uniform",
+    "ditto:weights=uniform",
+    "srph",
+    "prsh",
+)
+_EPOCH = "--cohort 0.2 --epochs 1 --batch-size 10 --momentum 0.5"
+
+
+def _omniglot(clients: int, rounds: int, more: tuple[str, ...] = ()) -> Table:
+    """One client per alphabet, or several."""
+    ours = "perfedsi:side_encoder=two_layers"
+    return Table(
+        methods=(*_SIX, ours, *more),
+        options=(
+            *f"--data {{data}}/omniglot-{clients}.npz --partition natural --keep-test".split(),
+            *f"{_EPOCH} --model omniglot --lr 0.05 --rounds {rounds}".split(),
+            *f"--eval-every {rounds // 5}".split(),
+        ),
+        ours=ours,
+        rivals=_SIX,
+    )
+
+
+def _cameras(clients: int, rounds: int) -> Table:
+    """CIFAR-10 under four affine shifts; a tenth of the clients more is held out."""
+    ours = "perfedsi:form=mask:join=pool3:side_encoder=none"
+    return Table(
+        methods=(*_SIX, ours),
+        options=(
+            *"--data {data}/cifar10.npz --partition affine:4".split(),
+            *f"--clients {clients + clients // 10} --holdout-clients {clients // 10}".split(),
+            *f"{_EPOCH} --model omniglot --lr 0.1 --rounds {rounds}".split(),
+            *f"--eval-every {rounds // 5}".split(),
+        ),
+        ours=ours,
+        rivals=_SIX,
+    )
+
+
+def _real(name: str, clients: int, more: str) -> Table:
+    """A table with natural clients, a quarter of them held out."""
+    methods = ("local", "fedavg", "fedavg+ft", "perfedsi", "perfedsi:gate=true")
+    return Table(
+        methods=(*methods, "perfedsi+ft", "perfedsi:side=random", "perfedsi:side=random:gate=true"),
+        options=(
+            *f"--data {{data}}/{name}-side.npz --partition natural".split(),
+            *f"--holdout-clients {clients // 4} --rounds 100 --eval-every 50 --tune 4".split(),
+            *more.split(),
+        ),
+        ours="perfedsi",
+        rivals=("fedavg", "fedavg+ft", "perfedsi:side=random"),
+    )
+
+
+def _side_digits(partition: str, ours: str, others: tuple[str, ...]) -> Table:
+    """What noise on the part that reads z costs, and what a z that says nothing costs."""
+    plain = "fedavg:weights=uniform"
+    random = ("perfedsi:side=random", "perfedsi:side=random:gate=true")
+    return Table(
+        methods=tuple(dict.fromkeys((plain, ours, *others, *random))),
+        options=(
+            *f"--data digits --clients 100 --partition {partition} --rounds 100".split(),
+            *"--cohort 0.2 --steps 15 --lr 0.3 --eval-every 50 --holdout-clients 20".split(),
+        ),
+        ours=ours,
+        rivals=tuple(name for name in (plain, *random) if name != ours),
+    )
+
+
+_GROUPS = "perfedsi:side=groups"
+_NOISY = tuple(f"{_GROUPS}:side_noise={noise}" for noise in (0.01, 0.03, 0.1, 0.3, 1))
+
 TABLES: dict[str, Table] = {
     "permuted-10": _permuted(10, _MANY),
     **{f"permuted-{groups}": _permuted(groups) for groups in (3, 20, 1)},
@@ -145,4 +220,15 @@ TABLES: dict[str, Table] = {
         )
         for lr in ("0.1", "0.3", "1")
     },
+    "omniglot-50": _omniglot(50, 100),
+    "omniglot-200": _omniglot(200, 250),
+    "omniglot-500": _omniglot(500, 500),
+    **{f"cameras-{clients}": _cameras(clients, 200) for clients in (100, 500)},
+    "school": _real("school", 139, "--task regression --model linear --metrics rmse"),
+    "landmine": _real("landmine", 29, "--metrics auroc,accuracy"),
+    "side-groups": _side_digits("groups:5", _GROUPS, (*_NOISY, f"{_GROUPS}:gate=true")),
+    "side-shift": _side_digits(
+        "affine:4", f"{_GROUPS}:form=mask:join=hidden2", (_GROUPS, f"{_GROUPS}:personal=head")
+    ),
+    "side-iid": _side_digits("iid", "perfedsi:side=random:gate=true", ()),
 }
