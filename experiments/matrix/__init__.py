@@ -1,0 +1,1 @@
+"""Experiments on factorisations: ``python -m experiments.matrix.clustering`` and its neighbours."""
