@@ -485,8 +485,16 @@ MUTATIONS: tuple[Mutation, ...] = (
             "_SAFE * largest(2 * products / b.num_rows)",
         ),
         ("wrong scale", "2 * projected / b.num_rows", "projected / b.num_rows"),
-        ("swapped sign", "(rows @ hessian - linear)", "(rows @ hessian + linear)"),
-        ("missing projection", "self.project_rows(rows - step", "(rows - step"),
+        (
+            "swapped sign",
+            "eye - step * quadratic, step * linear",
+            "eye - step * quadratic, -step * linear",
+        ),
+        (
+            "missing projection",
+            "self.project_rows(torch.addmm(shift, rows, move))",
+            "torch.addmm(shift, rows, move)",
+        ),
         (
             "penalty grows when it should not",
             "grows = change < self.config.penalty_tolerance",
@@ -496,7 +504,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     *_of(
         "fedmgs",
         "numerics/factorization/sets.py",
-        ("missing box", "torch.maximum(torch.minimum(vectors, high), low)", "vectors"),
+        ("missing box", "vectors.clamp(low, high)", "vectors"),
     ),
     *_of(
         "fedmavg",

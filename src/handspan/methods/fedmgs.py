@@ -47,6 +47,7 @@ from handspan.numerics.factorization.problem import (
     Factorization,
     FactorServer,
     fit_from_sums,
+    gradient_map,
     inverse,
     largest,
 )
@@ -265,10 +266,9 @@ class _FedMgs(Factorization):
             means = torch.where(count > 0, xh / count.clamp(min=1), basis)
             return self.project(means, server.low, server.high)
         quadratic, linear = 2 * hh / server.num_rows, 2 * xh / server.num_rows  # G1, G2 (Eq. 29)
-        step = inverse(self.constant(server, hh))
+        move, shift = gradient_map(quadratic, linear, inverse(self.constant(server, hh)))
         for _ in range(self.config.shared_steps):
-            slope = basis @ quadratic - linear
-            basis = self.project(basis - step * slope, server.low, server.high)
+            basis = self.project(torch.addmm(shift, basis, move), server.low, server.high)
         return basis
 
     def fit(self, server: FedMgsServer) -> Tensor:

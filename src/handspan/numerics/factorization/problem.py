@@ -139,6 +139,12 @@ def inverse(constant: Tensor) -> Tensor:
     return torch.where(constant > 0, 1 / constant, torch.zeros_like(constant))
 
 
+def gradient_map(quadratic: Tensor, linear: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
+    """A, B of the gradient step X - step (X Q - L) = X A + B: one product for each step."""
+    eye = torch.eye(len(quadratic), dtype=quadratic.dtype, device=quadratic.device)
+    return eye - step * quadratic, step * linear
+
+
 @dataclass(frozen=True)
 class Factorization:
     """The functions that the methods share, bound to one problem."""
@@ -247,9 +253,9 @@ class Factorization:
         if self.config.row_set == "assignment":
             return sets.assigned(b.basis, projected)
         hessian, constant = self.curvature(b)
-        step, linear = inverse(constant), 2 * projected / b.num_rows
+        move, shift = gradient_map(hessian, 2 * projected / b.num_rows, inverse(constant))
         for _ in range(steps):
-            rows = self.project_rows(rows - step * (rows @ hessian - linear))
+            rows = self.project_rows(torch.addmm(shift, rows, move))
         return rows
 
     # -- schedule ----------------------------------------------------------------------------

@@ -17,7 +17,7 @@ BASIS_SETS = ("box", "non_negative", *BALLS, "none")
 def project(name: str, vectors: Tensor, radius: float, low: Tensor, high: Tensor) -> Tensor:
     """Nearest members of the set; ``low`` and ``high`` are the sides of the box."""
     if name == "box":
-        return torch.maximum(torch.minimum(vectors, high), low)
+        return vectors.clamp(low, high)
     if name == "non_negative":
         return vectors.clamp(min=0)
     if name == "simplex":
