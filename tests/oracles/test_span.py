@@ -25,7 +25,8 @@ class Watched(Span):
 
     def judge(self, s, *rest):
         new = super().judge(s, *rest)
-        self.seen.append((new.mode, "told" if new.temperature else "not told"))
+        told = (new.mode, "told" if new.temperature else "not told")
+        self.seen.append("undecided" if new.mode == "race" else told)
         return new
 
     def cut(self, s, *rest):
@@ -62,7 +63,7 @@ class Twin:
             momentum=sgd.momentum,
             nesterov=sgd.nesterov,
             rounds=run.rounds,
-            race=schedule.race,
+            races=schedule.races,
             cuts=schedule.cuts,
             shrink=schedule.shrink,
             **{
@@ -139,48 +140,50 @@ NESTEROV = LocalWork(
     sgd=Sgd(momentum=0.5, nesterov=True),
 )
 LONG = LocalWork(steps=9, batch_size=None, learning_rate=0.5)
+EAGER = LocalWork(steps=15, batch_size=None, learning_rate=1.0)
+UNDECIDED = ["undecided", "undecided"]
 CASES = {  # method, local work, seed, data, and what has to be decided
     "personal heads win and are told": (
         "span",
         None,
         2,
         {"skew": 1.0},
-        [("personal", "told"), "4 to 2", "2 to 1", ("2 to 2", 0.0)],
+        [*UNDECIDED, ("personal", "told"), "4 to 2", "2 to 1", ("2 to 2", 0.0)],
     ),
     "one model for all, but not before coordinates are weighed": (
         "span",
         None,
         2,
         {},
-        [("personal", "told"), "4 to 1", "1 to 1", ("2 to 1", 0.0)],
+        [*UNDECIDED, ("personal", "told"), "4 to 1", "1 to 1", ("2 to 1", 0.0)],
     ),
     "one model for all, averaged and told": (
         "span:average=0.5",
         NESTEROV,
         4,
         {"skew": 1.0},
-        [("common", "told")],
+        [*UNDECIDED, ("common", "told")],
     ),
     "one model for all, not told": (
         "span:average=0:weights=uniform",
         None,
         0,
         {"num_groups": 1, "skew": 1.5},
-        [("common", "not told")],
+        [*UNDECIDED, ("common", "not told")],
     ),
     "clients keep their own coordinates": (
         "span",
         None,
         0,
         {},
-        [("personal", "not told"), "4 to 4", "4 to 3", ("2 to 1", 1.0)],
+        [*UNDECIDED, ("personal", "not told"), "4 to 4", "4 to 3", ("2 to 1", 1.0)],
     ),
     "nobody has rows to spare": (
         "span",
         None,
         0,
         {"is_held_out": False},
-        [("common", "not told")],
+        [*UNDECIDED, ("common", "not told")],
     ),
     "nobody has rows to spare, and there is no race": (
         "span:race=false",
@@ -208,7 +211,7 @@ CASES = {  # method, local work, seed, data, and what has to be decided
         None,
         1,
         {},
-        [("personal", "not told"), "4 to 2", "2 to 2", ("2 to 2", 0.25)],
+        [*UNDECIDED, ("personal", "not told"), "4 to 2", "2 to 2", ("2 to 2", 0.25)],
     ),
     "plain steps without offset": (
         "span:scaled=false:offset=false:race=false:width=3",
@@ -231,6 +234,20 @@ CASES = {  # method, local work, seed, data, and what has to be decided
         {"num_clients": 16, "noise": 0.3},
         ["3 to 2", "2 to 3", ("4 to 3", 0.75)],
     ),
+    "one model for all wins at once": (
+        "span",
+        EAGER,
+        0,
+        {"num_groups": 1, "noise": 0.1},
+        [("common", "not told")],
+    ),
+    "personal heads win at once": (
+        "span",
+        EAGER,
+        3,
+        {"noise": 0.1},
+        [("personal", "told"), "4 to 4", "4 to 4", ("5 to 5", 0.75)],
+    ),
     "nothing is decided": (
         "span:race=false:cut=false:shrink=false:factor=all:width=2",
         NESTEROV,
@@ -244,7 +261,7 @@ CASES = {  # method, local work, seed, data, and what has to be decided
 @pytest.mark.parametrize("case", CASES)
 def test_span_equals_its_definition_over_all_phases(case):
     text, work, seed, data, decided = CASES[case]
-    rounds, cohort = (26, 8) if work is LONG else (20, 7)
+    rounds, cohort = {LONG: (26, 8), EAGER: (40, 8)}.get(work, (20, 7))
     twin = Twin(text, work, rounds=rounds, cohort=cohort, seed=seed, data=turned(seed, **data))
     assert twin.oracle.seen == decided
     twin.agree()

@@ -61,8 +61,8 @@ def test_without_its_decisions_span_is_pfl_mf_with_the_new_coordinates(options, 
 
 def test_where_one_model_wins_span_is_fedavg_in_the_rounds_that_train_it():
     options = {"rounds": 20, "cohort": 7, "seed": 0, "data": turned(0, num_groups=1, skew=1.5)}
-    got = Reference("span:average=0:prior=false", **options)
-    race = Schedule.of(20, race=True, cut=True, shrink=True).race
+    got = Reference("span:prior=false", **options)
+    race = Schedule.of(20, race=True, cut=True, shrink=True).races[-1]
 
     def build(spec, setting):
         """FedAvg that rests in odd rounds of the race, and then trains on all rows."""
@@ -87,7 +87,7 @@ def test_where_one_model_wins_span_is_fedavg_in_the_rounds_that_train_it():
     assert int(got.server.mode) == COMMON
     compare(dict(got.server.common.params), dict(wanted.server.params), 0.0, "one model")
     compare({"outputs": got.served}, {"outputs": wanted.served}, 1e-12, "served")
-    averaged = Reference("span:prior=false", **options).server
+    averaged = Reference("span:average=0.25:prior=false", **options).server
     assert float(averaged.averaged) == 5, "the last quarter of the rounds"
 
 
@@ -110,7 +110,7 @@ def planted(groups, seed, text="span"):
     return Reference(text, PLANTED, data=data, **options)
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [5, 7])
 def test_planted_groups_and_their_rank_are_found(seed):
     assert found(planted(3, seed)) == (PERSONAL, 3.0, 1.0, 3)
 

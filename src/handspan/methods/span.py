@@ -60,7 +60,7 @@ class SpanConfig(MethodConfig):
     """Precondition both kinds of steps by the inverse Gram matrices."""
     offset: bool = True
     """Let all heads share a common part beside the directions."""
-    average: float = 0.25
+    average: float = 0.0
     """Share of the last rounds over which one model for all is averaged; 0 serves the last one."""
     damping: float = 1e-3
     """Ridge added to the coordinates' moments (lambda)."""

@@ -19,6 +19,7 @@ from handspan.core.records import Record
 from handspan.core.task import Task
 
 _BATCH = 512
+_SURE = 3.0  # standard errors
 
 
 class Trial(Record):
@@ -48,6 +49,12 @@ class Verdict(Record):
         c = self.covariance
         variance = c[better, better] + c[worse, worse] - 2 * c[better, worse]
         return float(self.losses[worse] - self.losses[better]), float(variance.clamp(min=0).sqrt())
+
+    def leads(self, better: int, worse: int, share: float) -> bool:
+        """Whether the first loss is below a share of the other, beyond doubt."""
+        gain, error = self.gain(better, worse)
+        is_much = float(self.losses[better]) < share * float(self.losses[worse])
+        return is_much and gain > _SURE * error
 
 
 def trial(inner: Any, count: int, device: torch.device) -> Trial:

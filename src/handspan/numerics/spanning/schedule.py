@@ -8,9 +8,9 @@ from typing import Any
 from handspan.core.data import Round
 
 RACE, PERSONAL, COMMON = 0, 1, 2  # modes of the server's record
-# Shares of the rounds: the race's end, the two cuts, and the moment of shrinking. Nobody trains on
-# validation rows before the last of them.
-_RACE, _CUTS, _SHRINK = 0.2, (0.35, 0.45), 0.55
+# Shares of the rounds: the race's looks at both sides, the two cuts, and the moment of shrinking.
+# Nobody trains on validation rows before the last decision.
+_RACE, _CUTS, _SHRINK = (0.05, 0.1, 0.15, 0.2), (0.35, 0.45), 0.55
 _SPLIT_EVERY = 2  # rounds; Lloyd's steps in between let the halves find their places
 
 
@@ -20,7 +20,7 @@ class Schedule:
 
     rounds: int
     first_mode: int
-    race: int | None
+    races: tuple[int, ...]
     cuts: tuple[int, ...]
     shrink: int | None
 
@@ -34,7 +34,7 @@ class Schedule:
         return cls(
             rounds=rounds,
             first_mode=RACE if race else PERSONAL,
-            race=at(_RACE, 2) if race else None,  # either side has trained
+            races=tuple(sorted({at(share, 2) for share in _RACE})) if race else (),  # both trained
             cuts=tuple(sorted({at(share, 2 if race else 1) for share in _CUTS})) if cut else (),
             shrink=at(_SHRINK) if shrink else None,
         )
@@ -42,17 +42,21 @@ class Schedule:
     @property
     def settled(self) -> int:
         """First round in which nothing is left to decide: validation rows train from then on."""
-        return max([self.race or 0, *self.cuts, self.shrink or 0])
+        return max([0, *self.races, *self.cuts, self.shrink or 0])
 
     @property
     def clusters_from(self) -> int:
         """First round whose coordinates are clustered."""
-        return max([self.race or 0, *self.cuts[:1]])
+        return max([0, *self.races[-1:], *self.cuts[:1]])
 
     def judges(self, server: Any, round: Round) -> bool:
-        """Whether the race ends in this round, or in the first one that is not abandoned."""
-        is_due = self.race is not None and int(round.index) >= self.race
+        """Whether both sides of the race are measured in this round."""
+        is_due = int(round.index) in self.races or self.must_end(round)
         return int(server.mode) == RACE and is_due
+
+    def must_end(self, round: Round) -> bool:
+        """Whether the race ends whatever is measured; later, if that round was abandoned."""
+        return int(round.index) >= max([0, *self.races])
 
     def cuts_now(self, server: Any, round: Round) -> bool:
         """Whether the number of directions is chosen in this round."""

@@ -35,6 +35,7 @@ OWN = (1.0, 0.75, 0.5, 0.25, 0.0)
 """Candidates for the weight of a client's own v; ties go to the first."""
 APART = (6.0, 4.0, 2.8, 0.0)
 """Candidates for the inner standard deviations by which two centres are apart; 0 merges none."""
+_PERSONAL_LEAD, _COMMON_LEAD = 0.9, 0.5  # shares of the other's loss that end a race early
 _MISSED = 2.0  # standard errors by which dropped directions must be missed to come back
 _LEAST_TO_SPLIT = 4.0  # clients, remembered ones included
 _MEMORY = 0.8  # of the moments
@@ -202,14 +203,17 @@ class SpanDecisions:
 
     def combine_judge(self, server: SpanServer, r: Reduced, round: Round) -> SpanServer:
         """Let the branch of less held-out loss go on, with the label prior where it helps."""
-        found = verdict(r)
+        found, is_last = verdict(r), self.schedule.must_end(round)
         if found is None:  # nobody has rows to spare: one model for all is the safe side
-            return dataclasses.replace(server, mode=torch.tensor(COMMON))
-        told, best = 0.0, 0
+            return dataclasses.replace(server, mode=torch.tensor(COMMON)) if is_last else server
+        told, best, own = 0.0, 0, len(found.losses) - 1
         if self.made.bias is not None:
             gain, error = found.gain(1, 0)
             told, best = (1.0, 1) if gain > error else (0.0, 0)
-        is_personal = found.gain(len(found.losses) - 1, best)[0] > 0
+        is_personal = found.gain(own, best)[0] > 0
+        leads = found.leads(own, best, _PERSONAL_LEAD), found.leads(best, own, _COMMON_LEAD)
+        if not (is_last or any(leads)):
+            return server
         return dataclasses.replace(
             server,
             mode=torch.tensor(PERSONAL if is_personal else COMMON),

@@ -2,7 +2,8 @@
 
 Ours; docs/methods/span.md has the equations. One round plays, of these, what the mode asks for:
 
-    judge    mode "race", round ``race``: the model for all against personal heads, on held-out rows
+    judge    mode "race", rounds ``races``: the model for all against personal heads, on held-out
+             rows; the race ends in the last of them, earlier where its outcome is clear
     cut      mode "personal", rounds ``cuts``: canonical coordinates, then the number of directions
     weigh    mode "personal", round ``shrink``: the centres, and the weight of the own v
     race     mode "race", even rounds: FedAvg on the model for all; mode "common": ``common``
@@ -32,7 +33,7 @@ class Span(Clients):
 
     Attributes
     ----------
-    rounds, race, cuts, shrink
+    rounds, races, cuts, shrink
         Rounds in all, and of the decisions; None where there is none.
     average
         Share of the last rounds over which the model for all is averaged.
@@ -45,10 +46,10 @@ class Span(Clients):
     """
 
     rounds: int
-    race: int | None
+    races: Sequence[int]
     cuts: Sequence[int]
     shrink: int | None
-    average: float = 0.25
+    average: float = 0.0
     weights: str = "examples"
     damping: float = 1e-3
     apart: Sequence[float] = (6.0, 4.0, 2.8, 0.0)
@@ -62,11 +63,11 @@ class Span(Clients):
     ) -> tuple[Server, list[Client]]:
         """Play all rounds; one without clients is skipped."""
         clients = [replace(client) for client in clients]
-        settled = max([self.race or 0, *self.cuts, self.shrink or 0])
+        settled = max([0, *self.races, *self.cuts, self.shrink or 0])
         for t, cohort in enumerate(cohorts):
             if len(cohort) == 0:
                 continue
-            if s.mode == "race" and t == self.race:
+            if s.mode == "race" and t in self.races:
                 s = self.judge(s, clients, cohort, t)
             if s.mode == "personal" and t in self.cuts:
                 s = self.cut(s, clients, cohort, t)
@@ -145,7 +146,7 @@ class Span(Clients):
 
     def cluster(self, s: Server, points: dict[int, list[Array]], t: int) -> Server:
         """Move the centres, and split them in some rounds."""
-        begin = max([self.race or 0, *self.cuts[:1]])
+        begin = max([0, *self.races, *self.cuts[:1]])
         if self.shrink is None or s.mode != "personal" or t < begin:
             return s
         centres = updated(s.centres, points)
@@ -167,7 +168,7 @@ class Span(Clients):
         return np.array(table) if table else None
 
     def judge(self, s: Server, clients: list[Client], cohort: Cohort, t: int) -> Server:
-        """End the race."""
+        """End the race, or let it go on."""
 
         def candidates(i: int) -> list[Params]:
             v = self.today(s, clients[i])
@@ -175,12 +176,17 @@ class Span(Clients):
             told = [] if self.bias is None else [self.told(s.common, 1.0, self.labels(i))]
             return [s.common, *told, self.model(s, v, i)]
 
-        table = self.trial(cohort, candidates)
+        table, is_last = self.trial(cohort, candidates), t == max(self.races)
         if table is None:
-            return replace(s, mode="common")
+            return replace(s, mode="common") if is_last else s
         is_told = self.bias is not None and clearly(table, 1, 0, 1.0)
-        common = table.mean(0)[1 if is_told else 0]
-        mode = "personal" if table.mean(0)[-1] < common else "common"
+        one, own = 1 if is_told else 0, table.shape[1] - 1
+        common, personal = table.mean(0)[one], table.mean(0)[own]
+        half_the_loss = common < 0.5 * personal and clearly(table, one, own, 3.0)
+        a_tenth_less = personal < 0.9 * common and clearly(table, own, one, 3.0)
+        if not (is_last or half_the_loss or a_tenth_less):
+            return s
+        mode = "personal" if personal < common else "common"
         return replace(s, mode=mode, temperature=1.0 if is_told else 0.0)
 
     def canonical(self, s: Server) -> tuple[Params, Array, Array, Array]:
