@@ -157,7 +157,7 @@ def main() -> int:
             cell = Cell(model, cohort, batch_size, steps)
             limit = bare(cell, device)
             alone, whole = seconds(limit.run, device), engine_seconds(cell, device)
-            share, rates = alone / whole, [limit.operations / t / 1e9 for t in (alone, whole)]
+            share, rates = alone / whole, [limit.operations / t / 1e12 for t in (alone, whole)]
             text = (
                 f"{model} x{cohort}, batch {batch_size}: {rates[1]:.2f} of {rates[0]:.2f} TFLOP/s"
             )
