@@ -4,7 +4,8 @@
 character) as appendix D of PerFedSI does, for 50, 200 and 500 clients; z is the mean embedding of a
 client's training rows under a classifier of alphabets, trained on all of them. ``school`` and
 ``landmine`` (x, y, client) give each client the means of its features; of school, the features
-that describe schools are the side information, and those of pupils the rows.
+that describe schools are the side information, and those of pupils the rows. ``largest`` keeps the
+12 largest fields of ``landmine.npz``.
 """
 
 from __future__ import annotations
@@ -104,10 +105,19 @@ def landmine(folder: Path) -> None:
     )
 
 
+def largest(folder: Path, count: int = 12) -> None:
+    """Write ``landmine12.npz``: the fields with the most rows."""
+    data = np.load(folder / "landmine.npz")
+    rows = np.bincount(data["client"])
+    mine = np.isin(data["client"], np.argsort(-rows, kind="stable")[:count])
+    kept = {name: data[name][mine] for name in ("x", "y", "client")}
+    np.savez_compressed(folder / f"landmine{count}.npz", **kept)
+
+
 def main() -> None:
     """Write the files that are named."""
     parser = argparse.ArgumentParser(prog="python -m experiments.side_data", description=__doc__)
-    parser.add_argument("names", nargs="+", choices=("omniglot", "school", "landmine"))
+    parser.add_argument("names", nargs="+", choices=("omniglot", "school", "landmine", "largest"))
     parser.add_argument("--data-folder", default="data", help="where omniglot28.npz and others are")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--epochs", type=int, default=10, help="of the classifier of alphabets")
@@ -120,6 +130,8 @@ def main() -> None:
         school(folder)
     if "landmine" in options.names:
         landmine(folder)
+    if "largest" in options.names:
+        largest(folder)
 
 
 if __name__ == "__main__":

@@ -212,7 +212,7 @@ TABLES: dict[str, Table] = {
         )
     },
     "hospital-digits": _hospital("--data digits --clients 12 --partition quantity:1.5+permuted:3"),
-    "hospital-landmine": _hospital("--data {data}/landmine.npz --partition natural --clients 12"),
+    "hospital-landmine": _hospital("--data {data}/landmine12.npz --partition natural"),
     "gate": Table(
         methods=("local", "fedavg+ft+gate", "fedrep+gate", "span+gate"),
         options=(
