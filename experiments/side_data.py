@@ -4,8 +4,8 @@
 character) as appendix D of PerFedSI does, for 50, 200 and 500 clients; z is the mean embedding of a
 client's training rows under a classifier of alphabets, trained on all of them. ``school`` and
 ``landmine`` (x, y, client) give each client the means of its features; of school, the features
-that describe schools are the side information, and those of pupils the rows. ``largest`` keeps the
-12 largest fields of ``landmine.npz``.
+that describe schools are the side information, those of pupils the rows, and marks are in units
+of their standard deviation. ``largest`` keeps the 12 largest fields of ``landmine.npz``.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def school(folder: Path) -> None:
     side = (side - side.mean(0)) / side.std(0)
     print(f"{describes.sum()} features describe schools, {(~describes).sum()} describe pupils")
     rows = x[:, ~describes & (x.std(0) > 0)]
-    y = raw["y"].astype(np.float32)
+    y = (raw["y"] - raw["y"].mean()) / raw["y"].std()
     np.savez(folder / "school-side.npz", x=rows, y=y, client=client, side=side)
 
 
