@@ -27,6 +27,8 @@ from handspan.simulation.engine import EngineChoice, choose_engine, num_threads
 from handspan.simulation.federation import Simulation
 from handspan.simulation.store import ClientStore
 
+_MOST_WAITING = 1 << 28  # bytes of private records on their way to disk
+
 Progress = Callable[[int, int, dict[str, Any]], None]
 
 
@@ -167,11 +169,11 @@ class _Session:
         options = self.problem.options
         if options.eval_every and state.round % options.eval_every == 0:
             self.evaluate(state)
-        now = time.perf_counter()
-        # A checkpoint may cost a twentieth of the time at most.
-        if self.folder is not None and now - self.saved > max(
-            options.checkpoint_seconds, 20 * self.saving
-        ):
+        # A checkpoint may cost a twentieth of the time at most; but records that go to disk wait in
+        # memory until it is made.
+        pause = max(options.checkpoint_seconds, 20 * self.saving)
+        is_full = self.simulation.store.waiting_bytes() > _MOST_WAITING
+        if self.folder is not None and (is_full or time.perf_counter() - self.saved > pause):
             self.save(state)
         if self.progress is not None:
             self.progress(state.round, options.rounds, state.history[-1] if state.history else {})

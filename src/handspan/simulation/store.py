@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from handspan.core.errors import HandspanError
-from handspan.core.records import Params, Record, from_named, take, to_named
+from handspan.core.records import Params, Record, from_named, num_bytes, take, to_named
 
 Init = Callable[[Tensor], Any]
 _SHARE_OF_FREE_MEMORY = 0.4  # of a GPU may be taken by private records
@@ -279,6 +279,10 @@ class ClientStore:
         for name, field in self._fields.items():
             field.copy_(named[name])
         self.written.copy_(named["written"])
+
+    def waiting_bytes(self) -> int:
+        """Bytes of records that are to be written to disk."""
+        return sum(num_bytes(list(named.values())) for _, named in self._staged)
 
     def num_bytes(self) -> int:
         """Bytes of all private records."""
