@@ -981,9 +981,10 @@ MUTATIONS: tuple[Mutation, ...] = (
         "simulation/reduction.py",
         (
             "missing weight",
-            "(weights @ flat)",
-            "(torch.ones_like(weights) @ flat)",
+            "(weight @ flat)",
+            "(torch.ones_like(weight) @ flat)",
         ),
+        ("missing weight of large uploads", "alpha=weight)", "alpha=1.0)"),
         ("unsent uploads counted", "if not bool(sent.all()):", "if False:"),
     ),
     *_of(
@@ -1100,6 +1101,11 @@ MUTATIONS: tuple[Mutation, ...] = (
     *_of(
         "runs",
         "simulation/store.py",
+        (
+            "nothing is known to wait",
+            "for _, named in self._staged)",
+            "for _, named in self._staged[:0])",
+        ),
         (
             "files run ahead of the server",
             "        if not self.is_on_disk:\n            self._write_staged()\n",

@@ -18,6 +18,7 @@ from handspan.core.records import (
     tensors,
     to_named,
 )
+from handspan.simulation import reduction
 from handspan.simulation.loop import through_bytes
 from handspan.simulation.reduction import Reduction
 from handspan.simulation.store import ClientStore
@@ -108,8 +109,11 @@ def test_rows_are_taken_and_put():
     assert block.inner.number.tolist() == [2.0, 1.0, 0.0]
 
 
+@pytest.mark.parametrize("many", [1, 1 << 14])
 @pytest.mark.parametrize("sizes", [(1,) * 70, (2,) * 35, (33, 37), (70,)])
-def test_sums_do_not_depend_on_the_size_of_the_blocks(sizes):
+def test_sums_do_not_depend_on_the_size_of_the_blocks(sizes, many, monkeypatch):
+    """Neither where uploads are large nor where they are small."""
+    monkeypatch.setattr(reduction, "_MANY", many)
     phase = Phase(name="p", broadcast=None, begin=None, end=None, combine=None, weight=by_examples)
     ids = torch.arange(70)
     weights = torch.arange(70, dtype=torch.float64) % 5  # some are 0: they were never sent
@@ -133,11 +137,11 @@ def test_sums_do_not_depend_on_the_size_of_the_blocks(sizes):
 def test_a_client_that_sends_nothing_is_in_no_reduction(reduce):
     phase = Phase(name="p", broadcast=None, begin=None, end=None, combine=None, reduce=reduce)
     ids, weights = torch.arange(4), torch.tensor([1.0, 0.0, 2.0, 0.0], dtype=torch.float64)
-    reduction = Reduction(phase, ids, weights)
+    made = Reduction(phase, ids, weights)
     numbers = torch.tensor([1.0, torch.nan, 3.0, torch.inf])  # what was never sent may be anything
     for part in (ids[:3], ids[3:]):
-        reduction.add(part, Inner(number=numbers[part]))
-    got = reduction.result()
+        made.add(part, Inner(number=numbers[part]))
+    got = made.result()
     if reduce == "sum":
         assert (float(got.total.number), float(got.count)) == (7.0, 2.0)
     else:

@@ -259,7 +259,7 @@ def echoed(tensor):
 
 def test_a_run_is_interrupted_cleanly_and_goes_on(tmp_path):
     """Ctrl-C: one sentence, a folder to resume from, and no process left."""
-    rounds = 60
+    rounds = 300  # a machine that is busy must not finish them first
     command = ["run", "fedrep", "--clients", "10", "--rounds", str(rounds), "--eval-every", "0"]
     command += ["--steps", "1", "--engine", "workers", "--workers", "2", "--out", str(tmp_path)]
     command += ["--checkpoint-seconds", "0"]

@@ -19,6 +19,7 @@ from handspan.core.data import Round
 from handspan.core.records import concatenate, take, tensors
 
 CHUNK = 32  # uploads that are added at once
+_MANY = 1 << 14  # numbers of an upload from which on copies cost more than operations
 
 
 @dataclass(frozen=True)
@@ -86,12 +87,16 @@ class Reduction:
             self._reduce_chunk(CHUNK)
 
     def _reduce_chunk(self, size: int) -> None:
-        uploads = concatenate(self._pending)
-        weights = torch.cat(self._pending_weights)
-        self._add_total(_sum(self._phase, take(uploads, slice(size)), weights[:size]))
-        self._pending = [take(uploads, slice(size, None))] if len(weights) > size else []
-        self._pending_weights = [weights[size:]] if len(weights) > size else []
-        self._pending_count = len(weights) - size
+        self._pending_count -= size
+        blocks, weights = self._pending, self._pending_weights
+        left = size - sum(map(len, weights[:-1]))  # of the last block
+        self._pending, self._pending_weights = [], []
+        if left < len(weights[-1]):
+            self._pending = [take(blocks[-1], slice(left, None))]
+            self._pending_weights = [weights[-1][left:]]
+            blocks = [*blocks[:-1], take(blocks[-1], slice(left))]
+            weights = [*weights[:-1], weights[-1][:left]]
+        self._add_total(_sum(self._phase, blocks, weights))
 
     def _add_total(self, part: Any) -> None:
         if self._total is None:
@@ -128,20 +133,34 @@ class Reduction:
         )
 
 
-def _sum(phase: Phase, uploads: Any, weights: Tensor) -> Any:
+def _sum(phase: Phase, blocks: list[Any], weights: list[Tensor]) -> Any:
+    leaves, spec = pytree.tree_flatten(blocks[0])
     if callable(phase.reduce):
-        return phase.reduce(uploads, weights)
-
-    # All leaves side by side: one product instead of one for each.
-    leaves, spec = pytree.tree_flatten(uploads)
+        return phase.reduce(concatenate(blocks), torch.cat(weights))
     if not leaves:
-        return uploads
+        return blocks[0]
     shapes = [leaf.shape[1:] for leaf in leaves]
+    many = sum(shape.numel() for shape in shapes) >= _MANY and leaves[0].device.type == "cpu"
+    totals = (_one_by_one if many else _as_product)(blocks, weights, shapes)
+    return pytree.tree_unflatten(totals, spec)
+
+
+def _one_by_one(blocks: list[Any], weights: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
+    """Add one upload after the other: nothing is copied."""
+    totals = [torch.zeros(shape, dtype=torch.float64) for shape in shapes]
+    for block, part in zip(blocks, weights, strict=True):
+        for total, leaf in zip(totals, tensors(block), strict=True):
+            for upload, weight in zip(leaf.unbind(), part.tolist(), strict=True):
+                total.add_(upload, alpha=weight)
+    return totals
+
+
+def _as_product(blocks: list[Any], weights: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
+    """All leaves side by side: one product instead of one for each."""
+    weight = torch.cat(weights)
     sizes = [shape.numel() for shape in shapes]
-    flat = weights.new_empty(len(weights), sum(sizes))
-    for place, leaf in zip(flat.split(sizes, 1), leaves, strict=True):
-        place.copy_(leaf.reshape(len(weights), -1))
-    totals = (weights @ flat).split(sizes)
-    return pytree.tree_unflatten(
-        [total.view(shape) for total, shape in zip(totals, shapes, strict=True)], spec
-    )
+    flat = weight.new_empty(len(weight), sum(sizes))
+    for place, leaf in zip(flat.split(sizes, 1), tensors(concatenate(blocks)), strict=True):
+        place.copy_(leaf.reshape(len(weight), -1))
+    totals = (weight @ flat).split(sizes)
+    return [total.view(shape) for total, shape in zip(totals, shapes, strict=True)]
