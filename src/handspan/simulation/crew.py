@@ -280,13 +280,23 @@ def _copied(leaf: Any) -> Any:
     return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
 
+# One thread each; and memory that was used once stays, so that it need not be zeroed again (large
+# images: 6 % faster).
+_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 28),
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 25),
+}
+
+
 def _start_nursery() -> tuple[subprocess.Popen[bytes], Connection]:
     ours, theirs = socket.socketpair()
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     process = subprocess.Popen(
         # -P: a file of the working directory must not pass for a module.
         [sys.executable, "-P", "-m", "handspan.simulation.worker", str(theirs.fileno())],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": path, **_ENVIRONMENT},
         stdin=subprocess.DEVNULL,
         pass_fds=[theirs.fileno()],
         process_group=0,  # Ctrl-C is for this process, which then ends its workers
