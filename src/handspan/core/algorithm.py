@@ -126,7 +126,8 @@ class Phase:
         Who works and who sends: the cohort, or all clients.
     cohort_update
         (B, C, Cohort) -> (C, weighted sum of U): hand-written twin for flat data, for phases that
-        reduce by ``sum``; fields of C in ``per_row`` come joined. The contract tests the two.
+        reduce by ``sum`` (by ``stack``: U of every client); fields of C in ``per_row`` come joined.
+        The contract tests the two.
     infers
         What one upload reveals to a server that sees it alone; for the ledger and the docs.
     """

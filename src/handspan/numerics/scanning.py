@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from handspan.core.algorithm import Phase, Stacked, Stage
-from handspan.core.data import Batch, ClientData, Round
+from handspan.core.algorithm import Cohort, Phase, Stacked, Stage
+from handspan.core.data import Batch, ClientData, Csr, Round
 from handspan.core.records import Empty, Record
 from handspan.numerics.sparse import entries, extremes
 
@@ -51,6 +51,9 @@ def scan_phase(like: Tensor, combine: Callable[[Any, Stacked, Round], Any]) -> P
         scan = Scan(low=low, high=high, square_norm=(x * x).sum(), total=x.abs().sum())
         return Scanning(client=k.client, scan=scan)
 
+    def flat(b: Empty, client: Any, cohort: Cohort) -> tuple[Any, Scan]:
+        return client, scan_of_each(cohort)
+
     return Phase(
         name="scan",
         broadcast=lambda server, round: Empty(),
@@ -61,5 +64,27 @@ def scan_phase(like: Tensor, combine: Callable[[Any, Stacked, Round], Any]) -> P
         reduce="stack",
         computes="all",
         uploads="all",
+        cohort_update=flat,
         infers="least and largest entry, sum and norm of the client's rows",
+    )
+
+
+def scan_of_each(cohort: Cohort) -> Scan:
+    """Numbers of all clients at once."""
+    x, owner, count = cohort.x, cohort.segment, len(cohort.num)
+    values = x.values if isinstance(x, Csr) else x.flatten()
+    width = int(x.num_columns) if isinstance(x, Csr) else x.shape[1]
+    stored = x.indptr.diff() if isinstance(x, Csr) else torch.full_like(owner, width)
+    place = torch.repeat_interleave(owner, stored)
+    # What is not stored is 0, which may be the least or the largest entry.
+    known = torch.bincount(place, minlength=count)
+    has_zeros = known < cohort.num.to(known) * width
+    low = values.new_full((count,), torch.inf).scatter_reduce(0, place, values, "amin")
+    high = values.new_full((count,), -torch.inf).scatter_reduce(0, place, values, "amax")
+    zero = values.new_zeros(count)
+    return Scan(
+        low=torch.where(has_zeros, low.clamp(max=0), low),
+        high=torch.where(has_zeros, high.clamp(min=0), high),
+        square_norm=zero.index_add(0, place, values * values),
+        total=zero.index_add(0, place, values.abs()),
     )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from handspan.core import keys
-from handspan.core.algorithm import Algorithm, Cohort, Phase, Reduced
+from handspan.core.algorithm import Algorithm, Cohort, Phase, Reduced, Stacked
 from handspan.core.data import Batch, ClientData, FederatedData, Population, Round
 from handspan.core.federation import Costs, Exchanged, make_round
 from handspan.core.records import Empty, concatenate, map_tensors, num_bytes, take
@@ -210,6 +210,10 @@ class Simulation:
         states, total = phase.cohort_update(broadcast, states, cohort)
         self.store.stage_flat(ids, states)
         sent = weights > 0
+        if phase.reduce == "stack":  # then it gives the uploads of all, side by side
+            uploads = take(total, sent)
+            size = num_bytes(uploads) // max(1, int(sent.sum()))
+            return Stacked(uploads=uploads, ids=ids[sent], weights=weights[sent]), size
         reduction = Reduced(
             total=map_tensors(lambda tensor: tensor.to(torch.float64), total),
             weight=weights[sent].sum(),
