@@ -536,6 +536,18 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("W leaves its box", "self.project(mean, server.low, server.high)", "mean"),
     ),
     *_of(
+        "fedcomplete",
+        "methods/fedcomplete.py",
+        ("ridge forgotten", "+ self.config.ridge * count * items", ""),
+        ("ridge not for each entry", "ridge * count.unsqueeze(2) * eye", "ridge * eye"),
+        (
+            "bias of the row scales",
+            "column * number * q).T @ q",
+            "column * number * rows).T @ rows",
+        ),
+        ("step not scaled", "torch.linalg.solve(scale, slope.T).T", "slope"),
+    ),
+    *_of(
         "fedpalm",
         "methods/fedpalm.py",
         ("W stays where it was", "here = dataclasses.replace(b, basis=basis)", "here = b"),

@@ -6,6 +6,7 @@ each, and then they count the numbers that clients send.
 
 from handspan.baselines.ball_growing import ball_growing
 from handspan.baselines.central import central_kmeans, central_nmf, sncp
+from handspan.baselines.completion import central_completion
 from handspan.baselines.coreset import distributed_coreset
 from handspan.baselines.kmeans_parallel import kmeans_parallel
 from handspan.baselines.rows import Clustering
@@ -13,6 +14,7 @@ from handspan.baselines.rows import Clustering
 __all__ = [
     "Clustering",
     "ball_growing",
+    "central_completion",
     "central_kmeans",
     "central_nmf",
     "distributed_coreset",

@@ -4,7 +4,13 @@ Without ``groups`` all rows belong to one client. ``groups`` is routed through p
 searches where metadata routing is enabled and ``set_fit_request(groups=True)`` was said.
 """
 
+from handspan.estimators.completion import FederatedMatrixCompletion
 from handspan.estimators.factorization import FederatedClustering, FederatedNMF
 from handspan.estimators.linear import FederatedLinearRepresentation
 
-__all__ = ["FederatedClustering", "FederatedLinearRepresentation", "FederatedNMF"]
+__all__ = [
+    "FederatedClustering",
+    "FederatedLinearRepresentation",
+    "FederatedMatrixCompletion",
+    "FederatedNMF",
+]

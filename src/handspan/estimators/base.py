@@ -91,7 +91,7 @@ class Trained:
     state: RunState
     simulation: Simulation
 
-    def communication(self, paper: str) -> dict[str, Any]:
+    def communication(self, paper: str, size: int) -> dict[str, Any]:
         """Numbers and bytes that were sent, and what the paper counts.
 
         ``paper`` is a formula for the numbers of one round, in M, K and m (clients of a round).
@@ -99,7 +99,6 @@ class Trained:
         costs, rounds = self.state.costs, self.state.round
         setting = self.problem.setting
         width = torch.finfo(setting.dtype).bits // 8
-        size = self.state.server.basis.shape[1]
         symbols = {"M": setting.row_shape[0], "K": size, "m": setting.cohort}
         return {
             "rounds": rounds,

@@ -84,7 +84,7 @@ class _Factorization(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
         self._n_features_out = len(self.components_)
         self.n_iter_ = trained.state.round
         self.objective_ = float(server.objective)
-        self.communication_ = trained.communication(_PAPER[self.method])
+        self.communication_ = trained.communication(_PAPER[self.method], size)
         return grouped, trained
 
     def transform(self, X: Any) -> np.ndarray:

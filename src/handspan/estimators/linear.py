@@ -129,7 +129,7 @@ class FederatedLinearRepresentation(TransformerMixin, RegressorMixin, BaseEstima
         self._scale = scale
         self.groups_ = grouped.groups
         self.n_iter_ = trained.state.round
-        self.communication_ = trained.communication("m * M * K")
+        self.communication_ = trained.communication("m * M * K", rank)
         self._n_features_out = len(self.components_)
         return self
 

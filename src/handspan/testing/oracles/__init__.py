@@ -63,6 +63,7 @@ __all__ = [
     "fedbabu",
     "fedbasis",
     "fedbn",
+    "fedcomplete",
     "fedem",
     "fedmavg",
     "fedmgs",
