@@ -10,6 +10,57 @@ import typer
 from typer.core import TyperCommand
 
 from handspan import __version__
+from handspan.cli_factoring import add_factoring
+from handspan.cli_options import (
+    AdaptSteps,
+    BatchSize,
+    BlockSize,
+    Checkpoint,
+    ClientColumn,
+    Clients,
+    Cohort,
+    Config,
+    Data,
+    Decay,
+    Device,
+    Dtype,
+    Engine,
+    Epochs,
+    Equal,
+    EvalEvery,
+    Grid,
+    Holdout,
+    KeepTest,
+    LabelColumn,
+    Lr,
+    Metrics,
+    Model,
+    Momentum,
+    Nesterov,
+    Out,
+    Partition,
+    Precision,
+    Profiled,
+    Resume,
+    Rounds,
+    Schedule,
+    Seed,
+    Settings,
+    Shard,
+    SideColumns,
+    Stage,
+    Steps,
+    Store,
+    Task,
+    Threads,
+    Tune,
+    Validate,
+    Verbose,
+    WeightDecay,
+    Workers,
+    collect,
+    option,
+)
 from handspan.core.errors import HandspanError
 
 _INTERRUPTED = 130  # what typer makes of Ctrl-C
@@ -23,102 +74,6 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-
-
-def _option(help: str, *names: str) -> Any:
-    return typer.Option(*names, help=help, show_default=False)
-
-
-Data = Annotated[
-    str | None,
-    _option(
-        "digits, mnist, fashion_mnist, cifar10 or cifar100 (or NAME:FOLDER), folder:PATH with "
-        "images, or a FILE.npz, .csv or .parquet (default digits)"
-    ),
-]
-Partition = Annotated[
-    str | None,
-    _option(
-        "iid, dirichlet:ALPHA[:MIN], shards:S[:exact], groups:G, quantity:SIGMA, natural[:FIELD], "
-        "file:P.npz; permuted:G, rotated:G, affine:G, also behind one of the former, as in "
-        "quantity:1.5+permuted:3 (default iid)"
-    ),
-]
-ClientColumn = Annotated[str | None, _option("a table's column of clients (default client)")]
-LabelColumn = Annotated[str | None, _option("a table's column of labels (default label, or y)")]
-SideColumns = Annotated[str | None, _option("a table's columns about its clients, by commas")]
-Clients = Annotated[str | None, _option("number of clients (default 100)")]
-Rounds = Annotated[str | None, _option("communication rounds (default 100)")]
-Cohort = Annotated[str | None, _option("clients a round: 0.2 a share, 20 a count (default 0.2)")]
-Model = Annotated[str | None, _option("mlp, cnn, linear, ... or FILE.py:function (default mlp)")]
-Seed = Annotated[str | None, _option("seed of everything (default 0)")]
-Steps = Annotated[str | None, _option("gradient steps a client and round (default 15)")]
-Epochs = Annotated[str | None, _option("passes over the rows instead of steps")]
-BatchSize = Annotated[str | None, _option("rows of a batch, or all (default 32)")]
-Lr = Annotated[str | None, _option("local step size (default 0.1)", "--lr")]
-Momentum = Annotated[str | None, _option("momentum of the local SGD")]
-WeightDecay = Annotated[str | None, _option("weight decay of the local SGD")]
-Nesterov = Annotated[bool | None, _option("Nesterov momentum", "--nesterov")]
-Schedule = Annotated[str | None, _option("constant, exponential or cosine")]
-Decay = Annotated[str | None, _option("factor a round of the exponential schedule")]
-Metrics = Annotated[str | None, _option("metrics, by commas; the first one leads")]
-Task = Annotated[str | None, _option("auto, classification, regression or matrix (no labels)")]
-KeepTest = Annotated[bool | None, _option("keep the source's own test rows", "--keep-test")]
-Validate = Annotated[
-    bool | None, _option("leave test rows out, score validation rows", "--validate")
-]
-AdaptSteps = Annotated[str | None, _option("steps with which a new client fits (default 50)")]
-Holdout = Annotated[str | None, _option("clients served as new ones at the end")]
-EvalEvery = Annotated[str | None, _option("rounds between evaluations (default 10)")]
-Engine = Annotated[
-    str | None,
-    _option(
-        "auto (timed), steady (not timed: numbers come again), loop, stacked, workers or ray "
-        "(default auto)"
-    ),
-]
-BlockSize = Annotated[str | None, _option("clients per block of the stacked engine")]
-Workers = Annotated[str | None, _option("processes of workers, actors of ray (default: cores)")]
-Device = Annotated[str | None, _option("auto, cpu or cuda (default auto)")]
-Dtype = Annotated[str | None, _option("float32 or float64")]
-Precision = Annotated[str | None, _option("products in float32, tf32 or bf16")]
-Threads = Annotated[str | None, _option("threads of the tensor operations")]
-Store = Annotated[str | None, _option("where private records live: memory or disk")]
-Checkpoint = Annotated[str | None, _option("seconds between checkpoints (default 2)")]
-Settings = Annotated[list[str] | None, _option("setting of the method, key=value", "--set")]
-Config = Annotated[str | None, _option("options from a TOML file; those given here go first")]
-Tune = Annotated[
-    int | None,
-    _option("tune on validation rows: so many trials each (4 if none is given: lr 0.03,0.1,0.3,1)"),
-]
-Grid = Annotated[list[str] | None, _option("METHOD:field=a,b,c to try; METHOD may be all")]
-Equal = Annotated[str, _option("what every run may spend: rounds, rows:N or bytes:N")]
-Shard = Annotated[str | None, _option("run the i-th of n parts, as in 1/4; see merge")]
-Stage = Annotated[str, _option("all, or only the trials (tune), or only the final runs (final)")]
-Out = Annotated[str | None, _option("folder for the results")]
-Resume = Annotated[bool, _option("go on with what is in --out", "--resume")]
-Profiled = Annotated[bool, _option("tell where the time goes; slower on a GPU", "--profile")]
-Verbose = Annotated[bool, _option("tell which engine was chosen, and why", "--verbose")]
-
-
-def _collect(values: dict[str, Any], *own: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Options and method settings: those of the TOML file, overruled by the command line."""
-    from handspan.options import read_toml
-
-    values = {name: value for name, value in values.items() if name not in own}
-    config = values.pop("config", None)
-    given: dict[str, Any] = {}
-    for text in values.pop("settings", None) or []:
-        key, separator, value = text.partition("=")
-        if not separator or not key.strip():
-            raise HandspanError(f"--set {text!r} is no setting: write --set key=value")
-        given[key.strip()] = value.strip()
-    options, settings = read_toml(config) if config else ({}, {})
-    told = {("learning_rate" if k == "lr" else k): v for k, v in values.items() if v is not None}
-    for one, other in (("steps", "epochs"), ("epochs", "steps")):
-        if one in told:
-            options.pop(other, None)
-    return {**options, **told}, {**settings, **given}
 
 
 @app.command()
@@ -167,7 +122,7 @@ def run(
     profile: Profiled = False,
 ) -> None:
     """Train one method and evaluate it."""
-    options = _collect(locals(), "method", "out", "resume", "verbose", "profile")
+    options = collect(locals(), "method", "out", "resume", "verbose", "profile")
     from handspan.commands import run_method
 
     run_method(method, *options, out=out, resume=resume, verbose=verbose, is_profiled=profile)
@@ -186,7 +141,7 @@ class _Compare(TyperCommand):
 @app.command(cls=_Compare)
 def compare(
     methods: Annotated[str, typer.Argument(help="methods, by commas")],
-    seeds: Annotated[int, _option("seeds: seed, seed+1, ... (default 3)")] = 3,
+    seeds: Annotated[int, option("seeds: seed, seed+1, ... (default 3)")] = 3,
     tune: Tune = None,
     grid: Grid = None,
     equal: Equal = "rounds",
@@ -233,7 +188,7 @@ def compare(
     All runs are on the same terms: same rows, rounds, local work and network.
     """
     own = ("own", "methods", "seeds", "tune", "grid", "equal", "shard", "stage", "out")
-    options = _collect(locals(), *own)
+    options = collect(locals(), *own)
     from handspan.comparing import compare_methods
 
     compare_methods(
@@ -247,6 +202,9 @@ def compare(
         stage=stage,
         out=out,
     )
+
+
+add_factoring(app)
 
 
 @app.command()
@@ -270,7 +228,7 @@ def partition(
     side_columns: SideColumns = None,
     seed: Seed = None,
     task: Task = None,
-    out: Annotated[str | None, _option("P.npz for the partition; use it as file:P.npz")] = None,
+    out: Annotated[str | None, option("P.npz for the partition; use it as file:P.npz")] = None,
 ) -> None:
     """Divide a source among clients, and store who has which row."""
     values = {k: v for k, v in locals().items() if k != "out" and v is not None}
@@ -285,9 +243,9 @@ def plot(
         str, typer.Argument(metavar="RUN|COMPARISON", help="folder of a finished run or comparison")
     ],
     out: Annotated[
-        str | None, _option("folder for the pictures (default: pictures, inside the other)")
+        str | None, option("folder for the pictures (default: pictures, inside the other)")
     ] = None,
-    format: Annotated[str, _option("png, svg, pdf, by commas (default png,svg)")] = "png,svg",
+    format: Annotated[str, option("png, svg, pdf, by commas (default png,svg)")] = "png,svg",
 ) -> None:
     """Draw the pictures of a run or of a comparison.
 
@@ -314,8 +272,8 @@ def list_methods(
 def adapt(
     folder: Annotated[str, typer.Argument(metavar="RUN", help="folder of a finished run")],
     data: Annotated[str, typer.Option(help="FILE.npz with x, y of the new clients")],
-    steps: Annotated[int | None, _option("steps of the fit")] = None,
-    out: Annotated[str | None, _option("write the table of new clients as parquet")] = None,
+    steps: Annotated[int | None, option("steps of the fit")] = None,
+    out: Annotated[str | None, option("write the table of new clients as parquet")] = None,
 ) -> None:
     """Serve new clients: fit their private part, and score it.
 
