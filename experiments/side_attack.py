@@ -30,7 +30,7 @@ def told(folder: Path, is_first: bool, together: int = 1) -> tuple[float, float]
         problem.algorithm,
         problem.data,
         seed=problem.options.seed,
-        postprocessors=[Postprocessor(upload=lambda u, *_: seen.append(u) or u)],
+        postprocessors=[Postprocessor(upload=lambda u, ids, _: seen.append((ids, u)) or u)],
     )
     phase, side = problem.algorithm.rounds[0], problem.data.side
     assert side is not None
@@ -43,7 +43,9 @@ def told(folder: Path, is_first: bool, together: int = 1) -> tuple[float, float]
         sent = phase.broadcast(server, everyone)
         simulation.exchange(phase, sent, everyone)
     name = "encoder.weight"
-    changes = torch.cat([u.params[name] for u in seen]).double() - sent.params[name].double()
+    order = torch.cat([ids for ids, _ in seen]).argsort()  # uploads come sorted by length
+    uploads = torch.cat([u.params[name] for _, u in seen])[order]
+    changes = uploads.double() - sent.params[name].double()
     sums = torch.stack([changes.roll(-i, 0) for i in range(together)]).sum(0)
     vectors = torch.linalg.svd(sums).Vh[:, 0]
     right = (vectors.abs().argmax(1) == side.argmax(1)).double().mean()
