@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -105,16 +106,13 @@ def make_simulation(
     problem: Problem, choice: EngineChoice, folder: RunFolder | None = None
 ) -> Simulation:
     """Put the clients into this process, or into workers of it."""
-    simulation = choice.simulation(problem.algorithm, problem.data, seed=problem.options.seed)
-    simulation.precision = problem.options.precision
+    make_store: Callable[..., ClientStore] = ClientStore
     if folder is not None and problem.options.store == "disk":
-        simulation.store = ClientStore(
-            simulation.initial,
-            problem.data.num_train,
-            problem.algorithm.per_row,
-            folder=folder.path / "clients",
-            reopen=folder.has_state,
-        )
+        make_store = partial(ClientStore, folder=folder.path / "clients", reopen=folder.has_state)
+    simulation = choice.simulation(
+        problem.algorithm, problem.data, seed=problem.options.seed, make_store=make_store
+    )
+    simulation.precision = problem.options.precision
     return simulation
 
 

@@ -44,8 +44,8 @@ class Simulation:
         Processes of the engine of that name, or actors of ``ray``.
     precision
         Of products on a GPU: ``float32``, or ``tf32``.
-    store
-        Where private records live; in memory by default.
+    make_store
+        Makes the place where private records live; in memory by default.
     postprocessors
         Changes of uploads and reductions, in order.
     lost
@@ -64,7 +64,7 @@ class Simulation:
         block_size: int = 32,
         workers: int = 2,
         precision: str = "float32",
-        store: ClientStore | None = None,
+        make_store: Callable[..., ClientStore] = ClientStore,
         postprocessors: Sequence[Postprocessor] = (),
         lost: Callable[[Round, Tensor], Tensor] | None = None,
         least: float = 0.5,
@@ -81,7 +81,7 @@ class Simulation:
         self.executor: Executor = make_executor(
             engine, algorithm, data, seed=seed, block_size=block_size, workers=workers
         )
-        self.store = store or ClientStore(self.initial, data.num_train, algorithm.per_row)
+        self.store = make_store(self.initial, data.num_train, algorithm.per_row)
         self._post = tuple(postprocessors)
         self._lost = lost
         self._least = least
