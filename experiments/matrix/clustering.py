@@ -63,6 +63,7 @@ PUBLISHED = {
     "synthetic": {"KM||": 69.4, "BEL": 38.7, "CAL": 63.6, "FedMAvg (m=10)": 86.2}
     | {"FedMAvg (m=100)": 85.5, "FedMGS (m=10)": 88.4, "FedMGS (m=100)": 87.7},
 }
+PIPE, ESCAPED = "|", "\\|"
 METHODS = [*DISTRIBUTED, "SNCP", *FEDERATED]
 
 
@@ -153,7 +154,8 @@ def summarise(runs: list[dict[str, Any]], name: str) -> str:
         sent = np.mean([r.get("numbers_up", 0) for r in mine])
         seconds = np.median([r["seconds"] for r in mine])
         lines.append(
-            f"| {method} | {PUBLISHED[name].get(method, '-')} | {values.mean():.1f} ± "
+            f"| {method.replace(PIPE, ESCAPED)} | {PUBLISHED[name].get(method, '-')} | "
+            f"{values.mean():.1f} ± "
             f"{values.std(ddof=1) if len(values) > 1 else 0:.1f} | {nmi:.1f} | {len(values)} | "
             f"{sent:.3g} | {seconds:.1f} |"
         )
@@ -164,7 +166,8 @@ def summarise(runs: list[dict[str, Any]], name: str) -> str:
                 continue
             gain = np.array([by_method[ours][s] - by_method[rival][s] for s in common])
             p = stats.wilcoxon(gain).pvalue
-            lines.append(f"\n{ours} - {rival}: {gain.mean():+.1f} points, p = {p:.2g} (Wilcoxon)")
+            against = f"{ours} - {rival.replace(PIPE, ESCAPED)}"
+            lines.append(f"\n{against}: {gain.mean():+.1f} points, p = {p:.2g} (Wilcoxon)")
     return "\n".join(lines)
 
 
