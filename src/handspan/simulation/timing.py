@@ -28,7 +28,7 @@ _HOPELESS = 2.0  # a way whose steps are slower by this factor is not looked at 
 _LEAST_GAIN_OF_THREADS = 1.1
 _QUICK = 1.0  # a run that plain steps finish in so many seconds is worth no timing
 _SHARE = 0.05  # of a run's time may be spent on timing
-_LEAST_SECONDS, _MOST_SECONDS = 0.3, 2.0  # though so much at least, and at most
+_LEAST_SECONDS, _MOST_SECONDS = 0.3, 4.0  # though so much at least, and at most
 # Seconds that workers must be able to save: what it takes to start and to try them, twice.
 _LEAST_SAVED_BY_WORKERS = 6.0
 _TASKS_OF_A_WORKER = 4  # when they are tried
@@ -146,11 +146,12 @@ class Contest:
         worse = 0
         for size in sorted({min(size, len(self._round.ids)) for size in sizes}):
             best, _ = self._best(least)
-            if size < 2 or worse == 2 or self._is_late:  # larger blocks will not turn it round
+            # Larger blocks will not turn it round, or threads could not be tried any more.
+            if size < 2 or worse == 2 or self._has_spent(0.5):
                 break
             found.append((self._try("stacked", size, least), size))
             worse = worse + 1 if found[-1][0] > best else 0
-        if most == least or not found:
+        if most == least or not found or self._has_spent(1.0):
             return
         seconds, size = min(found)
         if seconds < most * self._best(most)[0]:
@@ -177,9 +178,9 @@ class Contest:
         ]
         return min(known, key=lambda pair: pair[0])
 
-    @property
-    def _is_late(self) -> bool:
-        return time.perf_counter() - self._begin > self._budget
+    def _has_spent(self, share: float) -> bool:
+        """Whether so much of the time for trials is over."""
+        return time.perf_counter() - self._begin > share * self._budget
 
     def _try(self, engine: str, block_size: int, threads: int, workers: int = 1) -> float:
         way = EngineChoice(engine=engine, block_size=block_size, threads=threads, workers=workers)
