@@ -1,4 +1,4 @@
-"""The identities of the sheets, on small tables."""
+"""The identities of the papers, on small tables."""
 
 import numpy as np
 import pytest

@@ -32,7 +32,7 @@ VARIANTS = {
         "span:race=false",
         "span:race=false:cut=false:scaled=false:offset=false:factor=hidden.*",
     ),
-    "fedmavg": ("fedmavg:num_components=2:missing=true:idle_clients=freeze:gap_tolerance=1e-9",),
+    "fedmavg": ("fedmavg:num_components=2:missing=true:idle_clients=freeze",),
     "fedmgs": (
         "fedmgs:num_components=3:constants=paper:penalty_tolerance=0.9",
         "fedmgs:num_components=2:start=zero:sampling=weighted:row_set=simplex:gap_tolerance=1e-9",

@@ -1,7 +1,8 @@
 """Federated factorisations as scikit-learn estimators; ``groups`` says whose row is whose.
 
-Without ``groups`` all rows belong to one client. ``groups`` is routed through pipelines and
-searches where metadata routing is enabled and ``set_fit_request(groups=True)`` was said.
+Without ``groups`` all rows belong to one client (of a completion: each to its own). ``groups`` is
+routed through pipelines and searches where metadata routing is enabled and
+``set_fit_request(groups=True)`` was said.
 """
 
 from handspan.estimators.completion import FederatedMatrixCompletion

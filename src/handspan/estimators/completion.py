@@ -158,7 +158,7 @@ class FederatedMatrixCompletion(TransformerMixin, BaseEstimator):
         return fitted + self.item_bias_[columns] + bias[rows] + self.mean_
 
     def _known(self, X: Any, *, reset: bool) -> Any:
-        """Known entries as CSR in canonical form, whose stored values are never 0."""
+        """Known entries as CSR in canonical form; a stored 0 is known."""
         X = validate_data(
             self, X, accept_sparse="csr", dtype=_TYPES, ensure_all_finite="allow-nan", reset=reset
         )

@@ -170,7 +170,7 @@ class FederatedNMF(_Factorization):
     components_
         (n_components, n_features), W transposed.
     n_iter_, objective_
-        Rounds, and the objective after them.
+        Rounds, and the objective after them (``fedmavg``: before the last mean of W).
     communication_
         Numbers and bytes that were sent, and the paper's count.
 

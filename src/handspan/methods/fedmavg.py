@@ -19,6 +19,7 @@ Deviations
     ``constants=paper``: c as printed, without the regulariser, d = 5 lambda_max(HH^T); ``safe``:
     c is 0.51 of the Lipschitz constant, and d at least 0.51 of every client's own constant (else
     a client with large rows of H diverges): one more number from each.
+    The objective, and so eps, is that between the steps on H and those on W of a round.
     m = P is full participation with weights omega_p (8). Labels and start as in FedMGS.
 
 References
@@ -37,6 +38,7 @@ from torch import Tensor
 
 from handspan.core.algorithm import Algorithm, Cohort, Phase, Stage, by_examples, uniform
 from handspan.core.data import Batch, ClientData, Round
+from handspan.core.errors import HandspanError
 from handspan.core.method import Method, Setting
 from handspan.core.records import Empty, Record
 from handspan.numerics.factorization.averaging import (
@@ -75,6 +77,8 @@ class FedMAvgConfig(AveragingConfig):
         for name in ("row_steps", "shared_steps"):
             self.at_least(name, 1)
         self.one_of("schedule", ("constant", "diminishing"))
+        if self.missing and self.gap_tolerance:
+            raise HandspanError("gaps are those of complete rows: drop gap_tolerance, or missing")
         if self.missing:  # which column is nearest cannot be told from a product
             self.one_of("row_set", [name for name in ROW_SETS if name != "assignment"])
 

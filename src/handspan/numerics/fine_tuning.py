@@ -1,8 +1,8 @@
 """+FT: after the last aggregation every client tunes the model it is given, on its own rows.
 
 It composes with every method: the tuned model is what is scored and served, nothing is uploaded
-and no state changes (baselines sheet, "local fine-tuning of any method"). With early stopping a
-client keeps the step at which its validation loss was least, the start included.
+and no state changes. With early stopping a client keeps the step at which its validation loss was
+least, the start included.
 """
 
 from __future__ import annotations
