@@ -616,6 +616,12 @@ MUTATIONS: tuple[Mutation, ...] = (
             "start : start + max(count, 1) + 1",
         ),
         (
+            "the silent tell something",
+            "torch.where(has_rows, (means - centre) * scale, 0.0)",
+            "(means - centre) * scale",
+        ),
+        ("rows that were taken away tell z", 'recipe.get("kind") != "mean"', "recipe"),
+        (
             "held-out ids are those of others",
             "torch.zeros(each.num_clients, n)",
             "torch.eye(each.num_clients, n)",

@@ -1,5 +1,7 @@
 """Where side information comes from: columns of a table, ids, groups, the clients' own rows."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,8 @@ import handspan
 from handspan.cli import app
 from handspan.core.errors import HandspanError
 from handspan.data import load_data, mean_embedding, split_holdout
-from handspan.data.side import with_side
+from handspan.data.side import new_side, with_side
+from handspan.evaluation.newcomers import first_rows
 
 WARDS, ROWS = 8, 12
 
@@ -177,3 +180,34 @@ def test_a_new_client_of_such_a_run_needs_nothing_but_its_rows():
     torch.testing.assert_close(served.double(), wanted, rtol=1e-4, atol=1e-4)
     ids = handspan.fit("perfedsi:side=clients", data, **quick)
     assert not ids.adapt(rows, [0] * 6)._served.side.any()
+
+
+def test_clients_without_training_rows_are_average_ones():
+    data, _ = digits()
+    first = data.num_train * (torch.arange(9) == 0)
+    counts = {"num_train": data.num_train - first, "num_test": data.num_test + first}
+    made, _ = with_side("mean", dataclasses.replace(data, **counts), None, 0)
+    assert not made.side[0].any()
+    assert torch.allclose(made.side[1:].mean(0), torch.zeros(64).double(), atol=1e-9)
+    spread = made.side[1:].std(0, correction=0)
+    assert torch.allclose(spread[spread > 0], torch.ones(int((spread > 0).sum())).double())
+
+
+def test_the_mean_of_rows_is_that_of_the_rows_that_a_new_client_gives():
+    data, guests = with_side("mean", *digits(), 0)
+    assert not first_rows(guests, 0).side.any()
+    recipe = data.info["side"]
+    begin = int(guests.offsets[1])
+    mean = guests.x[begin : begin + 2].flatten(1).double().mean(0)
+    wanted = (mean - torch.tensor(recipe["mean"])) * torch.tensor(recipe["scale"])
+    torch.testing.assert_close(first_rows(guests, 2).side[1], wanted, rtol=1e-5, atol=1e-6)
+    everything = first_rows(guests, None).side
+    torch.testing.assert_close(everything, guests.side, rtol=1e-9, atol=1e-9)
+    _, others = with_side("groups", *digits(), 0)
+    assert torch.equal(first_rows(others, 0).side, others.side)
+
+
+def test_columns_are_refused_by_a_run_without_any():
+    for given in ({}, {"beds": 3}):
+        with pytest.raises(HandspanError, match="has no side columns: give its side information"):
+            new_side({}, given, torch.zeros(0, 3), 2)

@@ -138,6 +138,18 @@ def test_noise_hides_the_direction_and_touches_nothing_else():
     assert not any(torch.equal(every[name], quiet[name]) for name in quiet)
 
 
+def test_a_mask_of_z_itself_takes_noise_on_all_parameters():
+    text = "form=mask:side_encoder=none:side_noise=1:noise_on=all"
+    assert parse(f"perfedsi:{text}").config.noise_on == "all"
+
+
+@pytest.mark.parametrize("text", ["perfedsi", "perfedsi:personal=head", "perfedsi:side_noise=1"])
+def test_every_form_declares_that_z_can_be_inferred(text):
+    spec = parse(text)
+    phases = spec.build(problem(spec.method).setting).rounds
+    assert all("z, or its direction" in phase.infers for phase in phases)
+
+
 def test_noise_is_drawn_anew_for_each_client_round_and_parameter():
     task = problem(parse("perfedsi").method).setting.task
     spec = parse("perfedsi:side_noise=1")
@@ -164,6 +176,7 @@ def test_noise_is_drawn_anew_for_each_client_round_and_parameter():
         ("gate=true:personal=head", "drop personal, or gate"),
         ("noise_on=all", "noise_on belongs to side_noise"),
         ("form=mask:side_width=3", "side_width belongs to form=concatenate"),
+        ("form=mask:side_encoder=none:side_noise=1", "hides nothing.*add noise_on=all"),
         ("side_noise=-1", "side_noise must be at least 0"),
         ("personal=*", "all parameters"),
         ("side_noise=1:noise_on=nowhere", "matches no parameter"),

@@ -144,7 +144,8 @@ def with_side(
     kind
         ``given`` leaves all as it is; ``clients`` and ``groups`` are one-hot (a held-out client is
         none of the clients: zeros); ``mean`` is the mean of a client's training rows, standardised
-        over the clients that train; ``random`` says nothing.
+        over the clients that train (one without rows is the average client: zeros); ``random`` says
+        nothing.
     data, held_out
         Clients that train, and those that do not.
     seed
@@ -159,8 +160,7 @@ def with_side(
     elif kind == "groups":
         made = _one_hot_groups(both)
     elif kind == "mean":
-        means = [_means(each) for each in both]
-        return _given(both, *_standardised(kind, means))
+        return _given(both, *_standardised(kind, both))
     else:
         source = keys.key(seed, "random side")
         made = [
@@ -185,8 +185,21 @@ def mean_embedding(
         (rows, ...) -> (rows, s), with rows as the data hold them.
     """
     both = [data] if held_out is None else [data, held_out]
-    means = [_means(each, encoder) for each in both]
-    return _given(both, *_standardised("embedding", means))
+    return _given(both, *_standardised("embedding", both, encoder))
+
+
+def restated(data: FederatedData) -> FederatedData:
+    """Make side information that is the mean of rows again, of the rows that are left.
+
+    Parameters
+    ----------
+    data
+        Clients some of whose rows were taken away; other side information stays as it is.
+    """
+    recipe: Mapping[str, Any] = data.info.get("side", {})
+    if recipe.get("kind") != "mean":
+        return data
+    return dataclasses.replace(data, side=_told(data, _means(data), recipe).to(data.side))
 
 
 def _given(
@@ -211,7 +224,11 @@ def _one_hot_groups(both: list[FederatedData]) -> list[Tensor]:
     return [torch.nn.functional.one_hot(group.cpu(), count).double() for group in groups]
 
 
-def _means(data: FederatedData, encoder: Callable[[Tensor], Tensor] = lambda rows: rows) -> Tensor:
+def _as_they_are(rows: Tensor) -> Tensor:
+    return rows
+
+
+def _means(data: FederatedData, encoder: Callable[[Tensor], Tensor] = _as_they_are) -> Tensor:
     """Mean of each client's training rows; zeros for a client without any."""
     if not isinstance(data.x, Tensor) or not data.x.is_floating_point():
         raise HandspanError("side=mean needs dense rows of numbers: give side information instead")
@@ -223,11 +240,22 @@ def _means(data: FederatedData, encoder: Callable[[Tensor], Tensor] = lambda row
     return torch.stack(found)
 
 
-def _standardised(kind: str, means: list[Tensor]) -> tuple[list[Tensor], dict[str, Any]]:
-    centre, spread = means[0].mean(0), means[0].std(0, correction=0)
+def _standardised(
+    kind: str, both: list[FederatedData], encoder: Callable[[Tensor], Tensor] = _as_they_are
+) -> tuple[list[Tensor], dict[str, Any]]:
+    means = [_means(each, encoder) for each in both]
+    known = means[0][(both[0].num_train > 0).to(means[0].device)]
+    centre, spread = known.mean(0), known.std(0, correction=0)
     scale = torch.where(spread > 1e-9, 1 / spread.clamp_min(1e-9), 0.0)
     recipe = {"kind": kind, "mean": centre.tolist(), "scale": scale.tolist()}
-    return [(mean - centre) * scale for mean in means], recipe
+    return [_told(each, mean, recipe) for each, mean in zip(both, means, strict=True)], recipe
+
+
+def _told(data: FederatedData, means: Tensor, recipe: Mapping[str, Any]) -> Tensor:
+    """Standardised means; a client without training rows is the average one."""
+    centre, scale = (means.new_tensor(recipe[name]) for name in ("mean", "scale"))
+    has_rows = (data.num_train > 0).to(means.device).unsqueeze(1)
+    return torch.where(has_rows, (means - centre) * scale, 0.0)
 
 
 # -- a new client --------------------------------------------------------------------------------
@@ -261,11 +289,13 @@ def new_side(info: Mapping[str, Any], given: Any, rows: Tensor, width: int) -> A
 
 def _from_columns(columns: Sequence[Mapping[str, Any]], given: Mapping[str, Any]) -> np.ndarray:
     names = [part["name"] for part in columns]
+    if not names:
+        raise HandspanError("the run has no side columns: give its side information as numbers")
     for name in given:
         if name not in names:
             raise HandspanError(
                 f"the run has no side column {name!r}{nearest(name, names)}; it reads "
-                f"{', '.join(names) or 'numbers'}"
+                f"{', '.join(names)}"
             )
     return np.concatenate(
         [_encode(part, _value(part, given.get(part["name"])))[0] for part in columns]

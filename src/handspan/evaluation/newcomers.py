@@ -35,6 +35,8 @@ COUNTS: tuple[Count, ...] = (0, 1, 2, 5, 10, 20, None)
 def first_rows(data: FederatedData, count: Count) -> FederatedData:
     """Return the clients with their first training rows only; test rows stay as they are.
 
+    Side information that is the mean of a client's rows is made again, of those it keeps.
+
     Parameters
     ----------
     data
@@ -42,6 +44,8 @@ def first_rows(data: FederatedData, count: Count) -> FederatedData:
     count
         Rows for training and validation together; a client with fewer keeps what it has.
     """
+    from handspan.data.side import restated
+
     known = data.num_train + data.num_validation
     kept = known if count is None else known.clamp(max=count)
     num_validation = kept * data.num_validation // known.clamp(min=1)
@@ -51,7 +55,7 @@ def first_rows(data: FederatedData, count: Count) -> FederatedData:
     place = torch.arange(len(client)) - offsets[client]
     place += torch.where(place >= kept[client], (known - kept)[client], 0)
     rows = (data.offsets[client] + place).to(data.device)
-    return dataclasses.replace(
+    given = dataclasses.replace(
         data,
         x=data.x[rows] if isinstance(data.x, Tensor) else data.x.select(rows),
         y=None if data.y is None else data.y[rows],
@@ -59,6 +63,7 @@ def first_rows(data: FederatedData, count: Count) -> FederatedData:
         num_train=kept - num_validation,
         num_validation=num_validation,
     )
+    return restated(given)
 
 
 def curve(

@@ -12,9 +12,10 @@ Map
 
 Deviations
     Starts are neutral: the first model is the base model (Remark 2.2 notes that W may learn to
-    ignore z; it names no start). The encoders W have no bias. New clients are served without
-    training (ours): z is all they need. gate=true is ours: it decides once, for all, whether z
-    helps. Noise is drawn from the run's keys, as everything in a simulation.
+    ignore z; it names no start), save in Model 2 with side_encoder=none or an encoder of one's
+    own. What reads z first in our encoders W has no bias. New clients are served without training
+    (ours): z is all they need. gate=true is ours: it decides once, for all, whether z helps. Noise
+    is drawn from the run's keys, as everything in a simulation.
 
 References
 ----------
@@ -83,6 +84,12 @@ class PerFedSIConfig(MethodConfig):
         self.only_with(self.form == "concatenate", "form=concatenate", "side_width")
         if ".py" not in self.side_encoder:
             self.one_of("side_encoder", ("linear", "two_layers", "none"))
+        told_before_join = self.form == "mask" and self.side_encoder == "none"
+        if self.side_noise > 0 and told_before_join and self.noise_on != "all":
+            raise HandspanError(
+                "side_noise on a part hides nothing with form=mask:side_encoder=none, where layers "
+                "before the join tell z too: add noise_on=all, or take side_encoder=linear"
+            )
         if self.gate and self.personal != "none":
             raise HandspanError(
                 "gate=true decides between models that all clients share: drop personal, or gate"
@@ -113,7 +120,9 @@ def _without_noise(setting: Setting, config: PerFedSIConfig) -> Algorithm:
         )
     names = split_names(task, config.personal, "personal")
     split = Split(setting=setting, personal=names)
-    return split.algorithm("perfedsi", [(BOTH, work.whole())], weights=config.weights)
+    made = split.algorithm("perfedsi", [(BOTH, work.whole())], weights=config.weights)
+    rounds = tuple(dataclasses.replace(phase, infers=_INFERS) for phase in made.rounds)
+    return dataclasses.replace(made, rounds=rounds)
 
 
 def _noisy(algorithm: Algorithm, setting: Setting, config: PerFedSIConfig) -> Algorithm:

@@ -13,7 +13,9 @@ Deviations
     Starts are neutral: at the start the model equals the base network (Remark 2.2 of [1] notes that
     W may learn to ignore z; it names no start). In Model 1 the new weights of the layer at the join
     are zero and W starts as usual, because two zero factors would never move; in Model 2
-    W(z) = 1 + A z with A = 0. The encoders have no bias: it would tell z itself (docs/methods).
+    W(z) = 1 + A z with A = 0. A mask of z itself (``none``), or by an encoder of one's own, is no
+    neutral start. What reads z first in our encoders has no bias: it would tell z itself
+    (docs/methods).
 
 References
 ----------
