@@ -13,7 +13,9 @@ from torch import Tensor
 
 from handspan import fitting
 from handspan.commands import console, run_method
+from handspan.core.errors import HandspanError
 from handspan.disk import make, write
+from handspan.registry import parse
 from handspan.report.plots import style
 from handspan.result import Result
 
@@ -47,13 +49,16 @@ def factorise(
 ) -> None:
     """Run a factorisation; with a folder, leave its factors and pictures there."""
     usual, given = KINDS[kind]
+    known = ("fedcomplete",) if kind == "complete" else ("fedmgs", "fedmavg", "fedpalm")
+    if method is not None and parse(method).method.name not in known:
+        raise HandspanError(f"{kind} takes --method {', '.join(known)}, not {method!r}")
     settings = {"num_components": components, **given, **settings}
     options = {"rounds": 200, "cohort": "1.0", **options}
     run_method(method or usual, options, settings, out=out, resume=resume, verbose=False)
     if out is None:
         return
     result = fitting.load(out)
-    tell_small_clients(result, components)
+    tell_small_clients(result, result.problem.spec.config.num_components)
     found = factors(result)
     sink = io.BytesIO()
     np.savez_compressed(sink, **found)

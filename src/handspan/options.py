@@ -145,6 +145,10 @@ class TrainingOptions:
             value = getattr(self, name)
             if value not in allowed:
                 raise HandspanError(f"unknown {name} {value!r}{nearest(value, list(allowed))}")
+        if (self.precision, self.dtype) == ("bf16", "float64"):
+            raise HandspanError(
+                "precision bf16 is for float32 numbers: drop it, or --dtype float64"
+            )
         if self.nesterov and not self.momentum:
             raise HandspanError("nesterov needs momentum above 0")
         if not 0 <= self.momentum < 1:

@@ -64,3 +64,10 @@ def test_negative_rows_are_refused_and_nothing_is_left(blocks, capsys, tmp_path)
     options = ("--components", "2", "--data", str(blocks), *QUICK, "--out", str(out))
     code, _, complaint = call(capsys, "factorize", *options)
     assert code == 2 and "without negative entries" in complaint
+
+
+def test_a_method_that_factorises_nothing_is_refused(blocks, capsys):
+    code, _, told = call(
+        capsys, "factorize", "--components", "2", "--method", "fedavg", "--data", str(blocks)
+    )
+    assert code == 2 and "fedmgs, fedmavg, fedpalm" in told

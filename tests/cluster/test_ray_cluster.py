@@ -138,3 +138,23 @@ def test_clients_on_which_every_actor_is_lost_are_told(monkeypatch):
     monkeypatch.setattr(simulation.store, "read", reading)
     with pytest.raises(HandspanError, match="actors were lost on the same clients"):
         train(simulation, task)
+
+
+@pytest.mark.parametrize("text", ["fedper+ft", "span"])
+def test_models_that_are_served_between_rounds_change_no_bit(text):
+    def evaluated(engine):
+        simulation, task = federation(text, engine)
+        state = None
+        for rounds in range(1, ROUNDS + 1):
+            state = run(
+                simulation.algorithm,
+                simulation,
+                rounds=rounds,
+                cohort=COHORT,
+                seed=SEED,
+                state=state,
+            )
+            numbers(state, simulation, task)  # serves everybody
+        return numbers(state, simulation, task)
+
+    compare(evaluated("ray"), evaluated("loop"), 0.0, "evaluated between rounds")

@@ -9,6 +9,7 @@ import torch
 from handspan.core.errors import HandspanError
 from handspan.data import load_data
 from handspan.fitting import fit
+from handspan.simulation import precision
 from handspan.simulation.precision import multiplying
 
 
@@ -42,11 +43,12 @@ class Watched(torch.nn.Linear):
 
 
 @functools.cache
-def scores(name, engine="stacked"):
+def scores(name, engine="stacked", method="fedavg", **more):
     Watched.seen.clear()
     data = load_data("digits", num_clients=4, seed=0)
     options = dict(rounds=2, cohort=4, steps=3, engine=engine, precision=name, eval_every=1)
-    result = fit("fedavg", data, model=Watched(64, 10), **options)
+    model = {"model": Watched(64, 10)} if method == "fedavg" else {"num_components": 2}
+    result = fit(method, data, **options, **model, **more)
     return [*Watched.seen], [row["personal_loss_mean"] for row in result.history], result
 
 
@@ -61,6 +63,22 @@ def test_a_run_computes_as_it_was_told_and_tells_so():
     assert half[2].config["training"]["precision"] == "bf16"
     state = half[2].state.server
     assert all(p.dtype == torch.float32 for p in state.params.values())
+
+
+def test_bfloat16_takes_products_that_are_given_by_name():
+    x, weight = torch.full((2, 3), 1.01), torch.full((4, 3), 1.01)
+    with precision._Bfloat16Products():
+        made = torch.nn.functional.linear(input=x, weight=weight)
+    assert made.dtype == torch.float32 and not torch.equal(made, x @ weight.T)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [({"dtype": "float64"}, "float32 numbers"), ({"method": "fedmgs"}, "matrix method")],
+)
+def test_bfloat16_is_refused_where_it_means_nothing(options, told):
+    with pytest.raises(HandspanError, match=told):
+        scores("bf16", **options)
 
 
 def test_bfloat16_is_the_same_on_both_engines():

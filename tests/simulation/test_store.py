@@ -217,6 +217,18 @@ def test_staged_records_are_seen_at_once_and_stay_only_if_committed(is_committed
     assert kept.written.tolist() == [False, is_committed, is_committed, False]
 
 
+def test_what_is_discarded_leaves_what_was_committed_before(tmp_path):
+    kept = store(folder=tmp_path / "clients")
+    kept.stage(torch.tensor([1, 2]), kept.read(torch.tensor([0, 3])))
+    kept.commit()
+    committed = kept.read(torch.tensor([1, 2]))
+    kept.stage(torch.tensor([2]), kept.read(torch.tensor([0])))
+    kept.discard()
+    after = kept.read(torch.tensor([1, 2]))
+    assert torch.equal(after.v, committed.v) and torch.equal(after.rows, committed.rows)
+    assert not torch.equal(committed.v[0], committed.v[1])
+
+
 def test_rows_are_the_same_flat_and_padded():
     kept, ids = store(), torch.tensor([0, 1, 3])
     flat = kept.read_flat(ids)

@@ -207,7 +207,8 @@ class Simulation:
             weights=weights,
         )
         states = self.store.read_flat(ids)
-        states, total = phase.cohort_update(broadcast, states, cohort)
+        with multiplying(self.precision):
+            states, total = phase.cohort_update(broadcast, states, cohort)
         self.store.stage_flat(ids, states)
         sent = weights > 0
         if phase.reduce == "stack":  # then it gives the uploads of all, side by side
@@ -335,7 +336,8 @@ class Simulation:
             weight = torch.ones(int(num.sum()), device=self.data.device)
             batch = Batch(x=x, y=None, weight=weight, key=torch.tensor(0), rows=weight.long())
             clients = self.store.read_flat(part)
-            parts.append(self.algorithm.labels(broadcast, clients, batch))
+            with multiplying(self.precision):
+                parts.append(self.algorithm.labels(broadcast, clients, batch))
         return torch.cat(parts)
 
     def shared_predictions(

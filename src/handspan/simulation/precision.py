@@ -13,6 +13,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from handspan.core.algorithm import Algorithm, Phase, Stage
+from handspan.core.errors import HandspanError
 
 _PRODUCTS = {
     functional.linear,
@@ -23,8 +24,6 @@ _PRODUCTS = {
     torch.matmul,
     torch.mm,
     torch.bmm,
-    torch.addmm,
-    torch.baddbmm,
     Tensor.matmul,
     Tensor.__matmul__,
     Tensor.mm,
@@ -51,7 +50,7 @@ def multiplying(name: str = "float32") -> Iterator[None]:
 
 
 class _Bfloat16Products(TorchFunctionMode):
-    """Factors of products are rounded to bfloat16; sums and everything else stay as they are."""
+    """Products are made in bfloat16, a layer's bias included; all else stays as it is."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -65,7 +64,8 @@ class _Bfloat16Products(TorchFunctionMode):
             return value.to(torch.bfloat16) if is_number else value
 
         result = func(*map(rounded, args), **{k: rounded(v) for k, v in kwargs.items()})
-        return result.to(args[0].dtype)
+        first = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+        return result.to(first.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +83,8 @@ def with_products(algorithm: Algorithm, name: str) -> Algorithm:
     """Let the local steps of an algorithm multiply in ``bf16``; otherwise it stays as it is."""
     if name != "bf16":
         return algorithm
+    if any(phase.cohort_update is not None for phase in algorithm.rounds):
+        raise HandspanError("bf16 is for networks: a matrix method takes precision float32 or tf32")
 
     def change(stage: Stage) -> Stage:
         return dataclasses.replace(stage, step=_InBfloat16(stage.step))

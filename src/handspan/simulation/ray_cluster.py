@@ -163,6 +163,10 @@ class RayExecutor(WorkersExecutor):
             return torch.zeros(len(ids), dtype=torch.bool)
         return (self._holder[ids] == place) & (self._held[ids] == self._versions(ids))
 
+    def forget(self, ids: Tensor) -> None:
+        """Note that what actors hold of these clients may be other than what is stored."""
+        self._holder[ids] = -1
+
     def note(self, place: int, ids: Tensor) -> None:
         """Note that an actor holds what has just been staged."""
         if self._versions is not None and not self._here.algorithm.per_row:
@@ -217,6 +221,7 @@ class _Shift:
         first, last, records = arguments
         is_sent = ~self._executor.holds(place, self._members[task])
         sent = records if bool(is_sent.all()) else take(records, is_sent)
+        self._executor.forget(self._members[task])  # until what becomes of them is staged
         return actor.exchange.remote(self._serial, self._told, first, last, sent, is_sent)
 
     def _collect(self) -> None:

@@ -214,7 +214,7 @@ class ClientStore:
             self._changed(ids)
         self._staged = self._staged[: self._committed]
         for part, (ids, _) in enumerate(self._staged):
-            self._staged_at[ids] = part
+            self._staged_at[ids], self._staged_place[ids] = part, torch.arange(len(ids))
 
     def _write_staged(self) -> None:
         for ids, named in self._staged:
